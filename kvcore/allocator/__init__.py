@@ -1,0 +1,15 @@
+"""Allocators: who owns which slot of a KV pool."""
+
+from kvcore.allocator.base import BaseTokenToKVPoolAllocator
+from kvcore.allocator.paged import PagedTokenToKVPoolAllocator
+from kvcore.allocator.single import SinglePoolAllocator
+from kvcore.allocator.swa import SWATokenToKVPoolAllocator
+from kvcore.allocator.token import TokenToKVPoolAllocator
+
+__all__ = [
+    "BaseTokenToKVPoolAllocator",
+    "PagedTokenToKVPoolAllocator",
+    "SWATokenToKVPoolAllocator",
+    "SinglePoolAllocator",
+    "TokenToKVPoolAllocator",
+]

@@ -1,0 +1,128 @@
+"""Checks of arguments that cost no device synchronisation: shape, dtype, device, sign, alignment.
+
+They hold with and without `validate` and raise before anything changes.
+Left out: the values of device tensors (`kvcore.allocator.ownership`).
+"""
+
+from collections.abc import Iterable
+
+import torch
+
+from kvcore.errors import DoubleFreeError, GeometryError, IndexTensorError
+
+Segment = tuple[torch.Tensor, int]
+"""Slots `kv_row[start_pos : start_pos + n]` of one request, and `start_pos`."""
+
+_INTEGER_DTYPES = frozenset(
+    {
+        torch.uint8,
+        torch.uint16,
+        torch.uint32,
+        torch.uint64,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+    }
+)
+
+
+def as_locations(operation: str, index: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """`index`, of any shape, as int64 (the same object where it is int64 already).
+
+    Raises:
+        IndexTensorError: not a tensor, not of an integer dtype, or on another device.
+    """
+    if not isinstance(index, torch.Tensor):
+        raise IndexTensorError(f"{operation}: expected an index tensor, got {type(index).__name__}")
+    if index.dtype not in _INTEGER_DTYPES:
+        raise IndexTensorError(f"{operation}: expected integer indices, got {index.dtype}")
+    if index.device != device:
+        raise IndexTensorError(f"{operation}: expected indices on {device}, got {index.device}")
+    return index.to(torch.int64)
+
+
+def as_index(operation: str, index: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """`as_locations` of a vector.
+
+    Raises:
+        IndexTensorError: as there, or not one-dimensional.
+    """
+    locations = as_locations(operation, index, device)
+    if locations.dim() != 1:
+        raise IndexTensorError(
+            f"{operation}: expected a vector of slots, got shape {tuple(locations.shape)}"
+        )
+    return locations
+
+
+def require_equal_lengths(operation: str, **vectors: torch.Tensor) -> None:
+    """Raise GeometryError unless all vectors have the same length."""
+    lengths = {name: vector.numel() for name, vector in vectors.items()}
+    if len(set(lengths.values())) > 1:
+        seen = ", ".join(f"{name} {length}" for name, length in lengths.items())
+        raise GeometryError(f"{operation}: expected equal lengths, got {seen}")
+
+
+def whole_pages(operation: str, need_size: int, page_size: int) -> int:
+    """Pages in `need_size` tokens.
+
+    Raises:
+        GeometryError: negative, or not a multiple of the page size.
+    """
+    if need_size < 0 or need_size % page_size != 0:
+        raise GeometryError(
+            f"{operation}: expected a non-negative multiple of page_size {page_size}, "
+            f"got {need_size}"
+        )
+    return need_size // page_size
+
+
+def pool_pages(operation: str, size: int, page_size: int) -> int:
+    """Pages in a pool of `size` tokens; a remainder that fills no page is left unused.
+
+    Raises:
+        GeometryError: page_size below 1, or a pool without a single page.
+    """
+    if page_size < 1:
+        raise GeometryError(f"{operation}: expected page_size >= 1, got {page_size}")
+    if size < page_size:
+        raise GeometryError(
+            f"{operation}: expected a size of at least one page of {page_size} tokens, got {size}"
+        )
+    return size // page_size
+
+
+def as_segments(
+    operation: str, segments: Iterable[Segment], page_size: int, device: torch.device
+) -> list[torch.Tensor]:
+    """The slots of the non-empty segments of one kv row, int64.
+
+    Raises:
+        IndexTensorError: see `as_index`.
+        GeometryError: a start that is negative or not page aligned, or segments out of order.
+        DoubleFreeError: a segment that starts on the last page of the one before it.
+    """
+    checked: list[torch.Tensor] = []
+    previous_start = previous_end = 0
+    for free_index, start_pos in segments:
+        index = as_index(operation, free_index, device)
+        if start_pos < 0 or start_pos % page_size != 0:
+            raise GeometryError(
+                f"{operation}: expected segment starts that are non-negative multiples of "
+                f"page_size {page_size}, got {start_pos}"
+            )
+        if index.numel() == 0:
+            continue
+        if start_pos < previous_start:
+            raise GeometryError(
+                f"{operation}: expected ascending segments, got {start_pos} after {previous_start}"
+            )
+        if start_pos < previous_end:
+            raise DoubleFreeError(
+                f"{operation}: segment at {start_pos} shares a page with the one that ends at "
+                f"{previous_end}; expected each page once"
+            )
+        previous_start, previous_end = start_pos, start_pos + index.numel()
+        checked.append(index)
+    return checked

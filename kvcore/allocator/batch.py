@@ -1,0 +1,175 @@
+"""Extend and decode batches: how many new pages they need, and the slots they get.
+
+Page counts come from the host copies of the lengths, so they are known before the free list is read
+and without a synchronisation; slots are computed on the device for the whole batch at once.
+
+Left out: where the pages come from, and whether `last_loc` is really on loan.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from kvcore.allocator.arguments import as_index, require_equal_lengths
+from kvcore.errors import GeometryError
+
+_HOST = torch.device("cpu")
+
+
+def _pages_up_to(lengths: torch.Tensor, page_size: int) -> torch.Tensor:
+    """Pages that hold the first `lengths` tokens of each row."""
+    return (lengths + page_size - 1) // page_size
+
+
+@dataclass(frozen=True)
+class ExtendBatch:
+    """Rows that grow from `prefix_lens` to `seq_lens` tokens; all vectors int64 `[batch]`."""
+
+    operation: str
+    prefix_lens: torch.Tensor
+    prefix_lens_cpu: torch.Tensor
+    seq_lens: torch.Tensor
+    seq_lens_cpu: torch.Tensor
+    last_loc: torch.Tensor
+    num_tokens: int
+
+    @classmethod
+    def checked(
+        cls,
+        operation: str,
+        prefix_lens: torch.Tensor,
+        prefix_lens_cpu: torch.Tensor,
+        seq_lens: torch.Tensor,
+        seq_lens_cpu: torch.Tensor,
+        last_loc: torch.Tensor,
+        num_tokens: int,
+        device: torch.device,
+    ) -> "ExtendBatch":
+        """Check what the host can see.
+
+        Raises:
+            IndexTensorError: rank, dtype or device of a vector.
+            GeometryError: unequal lengths, a negative prefix, a row that shrinks, or extensions
+                that do not add up to `num_tokens`.
+        """
+        batch = cls(
+            operation,
+            as_index(f"{operation}(prefix_lens)", prefix_lens, device),
+            as_index(f"{operation}(prefix_lens_cpu)", prefix_lens_cpu, _HOST),
+            as_index(f"{operation}(seq_lens)", seq_lens, device),
+            as_index(f"{operation}(seq_lens_cpu)", seq_lens_cpu, _HOST),
+            as_index(f"{operation}(last_loc)", last_loc, device),
+            num_tokens,
+        )
+        require_equal_lengths(
+            operation,
+            prefix_lens=batch.prefix_lens,
+            prefix_lens_cpu=batch.prefix_lens_cpu,
+            seq_lens=batch.seq_lens,
+            seq_lens_cpu=batch.seq_lens_cpu,
+            last_loc=batch.last_loc,
+        )
+        growth = batch.seq_lens_cpu - batch.prefix_lens_cpu
+        if bool((batch.prefix_lens_cpu < 0).any()) or bool((growth < 0).any()):
+            raise GeometryError(f"{operation}: expected 0 <= prefix_len <= seq_len for every row")
+        if int(growth.sum()) != num_tokens:
+            raise GeometryError(
+                f"{operation}: expected extensions that add up to extend_num_tokens {num_tokens}, "
+                f"got {int(growth.sum())}"
+            )
+        return batch
+
+    def num_new_pages(self, page_size: int) -> int:
+        """Pages that the whole batch needs beyond those its rows have already begun."""
+        before = _pages_up_to(self.prefix_lens_cpu, page_size)
+        return int((_pages_up_to(self.seq_lens_cpu, page_size) - before).sum())
+
+    def slots(self, new_pages: torch.Tensor, page_size: int) -> torch.Tensor:
+        """Slots of all new tokens in row order, concatenated: int64 `[num_tokens]`.
+
+        Each row first fills the page of its `last_loc`, then takes its share of `new_pages`
+        (int64 `[num_new_pages]`) in order.
+        """
+        growth = self.seq_lens - self.prefix_lens
+        row = torch.repeat_interleave(growth, output_size=self.num_tokens)
+        # Position of every new token in its row: how far it is from the batch's first token of
+        # that row, plus the prefix.
+        row_start = torch.cumsum(growth, 0) - growth
+        token = torch.arange(self.num_tokens, device=row.device)
+        position = token - row_start[row] + self.prefix_lens[row]
+        continued = self.last_loc[row] + 1 + position - self.prefix_lens[row]
+        if new_pages.numel() == 0:
+            return continued
+        first_page = _pages_up_to(self.prefix_lens, page_size)
+        pages_per_row = _pages_up_to(self.seq_lens, page_size) - first_page
+        rank = (torch.cumsum(pages_per_row, 0) - pages_per_row - first_page)[row]
+        page_in_row = position // page_size
+        # Tokens on a continued page have no new page; the clamp keeps their unused read in range.
+        page = new_pages[(rank + page_in_row).clamp(0, new_pages.numel() - 1)]
+        fresh = page * page_size + position % page_size
+        return torch.where(page_in_row < first_page[row], continued, fresh)
+
+
+@dataclass(frozen=True)
+class DecodeBatch:
+    """Rows that grow by one token to `seq_lens`; all vectors int64 `[batch]`."""
+
+    operation: str
+    seq_lens: torch.Tensor
+    seq_lens_cpu: torch.Tensor
+    last_loc: torch.Tensor
+
+    @classmethod
+    def checked(
+        cls,
+        operation: str,
+        seq_lens: torch.Tensor,
+        seq_lens_cpu: torch.Tensor,
+        last_loc: torch.Tensor,
+        device: torch.device,
+    ) -> "DecodeBatch":
+        """Check what the host can see.
+
+        Raises:
+            IndexTensorError: rank, dtype or device of a vector.
+            GeometryError: unequal lengths, or a row of less than one token.
+        """
+        batch = cls(
+            operation,
+            as_index(f"{operation}(seq_lens)", seq_lens, device),
+            as_index(f"{operation}(seq_lens_cpu)", seq_lens_cpu, _HOST),
+            as_index(f"{operation}(last_loc)", last_loc, device),
+        )
+        require_equal_lengths(
+            operation,
+            seq_lens=batch.seq_lens,
+            seq_lens_cpu=batch.seq_lens_cpu,
+            last_loc=batch.last_loc,
+        )
+        if bool((batch.seq_lens_cpu < 1).any()):
+            raise GeometryError(f"{operation}: expected seq_lens of at least 1")
+        return batch
+
+    @property
+    def prefix_lens(self) -> torch.Tensor:
+        """Tokens that each row has already."""
+        return self.seq_lens - 1
+
+    @property
+    def prefix_lens_cpu(self) -> torch.Tensor:
+        """Host copy of `prefix_lens`."""
+        return self.seq_lens_cpu - 1
+
+    def num_new_pages(self, page_size: int) -> int:
+        """Rows whose new token starts a page."""
+        return int((self.prefix_lens_cpu % page_size == 0).sum())
+
+    def slots(self, new_pages: torch.Tensor, page_size: int) -> torch.Tensor:
+        """Slot of each row's new token: int64 `[batch]`."""
+        continued = self.last_loc + 1
+        if new_pages.numel() == 0:
+            return continued
+        starts_page = self.prefix_lens % page_size == 0
+        rank = torch.cumsum(starts_page, 0) - 1
+        page = new_pages[rank.clamp(0, new_pages.numel() - 1)]
+        return torch.where(starts_page, page * page_size, continued)

@@ -1,0 +1,259 @@
+"""Two pools and the mapping between them: capacity, peers, and the value checks about peers.
+
+Both sides lend pages; the mapping pairs a full page with its SWA page, so it is read and written in
+whole pages:
+
+    full page f   slots  f*P      f*P+1    ...  f*P+P-1
+    mapping              s*P      s*P+1    ...  s*P+P-1    SWA page s is the peer of f
+                         0        0        ...  0          f has no peer
+
+A page gets its row when it is lent together with a peer, so a later token on the same page finds
+its entry in place. Only a tail allocation leaves single slots of a page unmapped; a page therefore
+has a peer when any of its entries is set.
+
+Left out: the operations that callers see (`kvcore.allocator.swa`).
+"""
+
+from collections.abc import Iterable
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from kvcore.allocator.arguments import Segment, as_locations, as_segments, pool_pages
+from kvcore.allocator.base import BaseTokenToKVPoolAllocator
+from kvcore.allocator.batch import DecodeBatch, ExtendBatch
+from kvcore.allocator.ownership import PeerGuard
+from kvcore.allocator.paged import PagedTokenToKVPoolAllocator
+from kvcore.allocator.single import SinglePoolAllocator
+from kvcore.allocator.token import TokenToKVPoolAllocator
+
+
+class HybridPool(Protocol):
+    """What a pool of full and SWA layers must offer to be served by a hybrid allocator."""
+
+    def register_mapping(self, full_to_swa_index_mapping: torch.Tensor) -> None:
+        """Keep the mapping; it is written by the allocator and read by the pool."""
+
+    def translate_loc_from_full_to_swa(self, kv_indices: torch.Tensor) -> torch.Tensor:
+        """SWA slots of full slots."""
+
+
+@runtime_checkable
+class SplitPool(Protocol):
+    """A hybrid pool whose sides can be handed to the allocators of the sides."""
+
+    full_kv_pool: Any
+    swa_kv_pool: Any
+
+
+class HybridPoolSize(Protocol):
+    """An engine's memory configuration, as far as a hybrid pool is concerned."""
+
+    full_max_total_num_tokens: int
+    swa_max_total_num_tokens: int
+
+
+class HybridAllocator(BaseTokenToKVPoolAllocator):
+    """A full side, an SWA side, and the mapping that pairs their pages.
+
+    The mapping `full_to_swa_index_mapping` is int64 `[size + page_size + 1]`: the SWA slot of each
+    full slot, 0 for none, and -1 in the last entry, so that index -1 ("no previous slot") maps to
+    -1. It is owned by this object, written in place, and handed to the pool by
+    `kvcache.register_mapping`.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        size_swa: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: str | torch.device,
+        kvcache: HybridPool | None,
+        need_sort: bool,
+        *,
+        validate: bool | None = None,
+    ) -> None:
+        super().__init__(page_size, dtype, device, kvcache, need_sort, validate)
+        pool_pages("constructor", size, page_size)
+        pool_pages("constructor", size_swa, page_size)
+        self._offsets = torch.arange(page_size, device=self._index_device)
+        split = kvcache if isinstance(kvcache, SplitPool) else None
+        self.full_attn_allocator = self._make_side(
+            size, split.full_kv_pool if split is not None else None, "full"
+        )
+        self.swa_attn_allocator = self._make_side(
+            size_swa, split.swa_kv_pool if split is not None else None, "SWA"
+        )
+        self._build_mapping()
+
+    def _make_side(self, size: int, kvcache: Any, name: str) -> SinglePoolAllocator:
+        if self.page_size == 1:
+            return TokenToKVPoolAllocator(
+                size,
+                self.dtype,
+                self.device,
+                kvcache,
+                self.need_sort,
+                validate=self.validate,
+                pool_name=name,
+            )
+        return PagedTokenToKVPoolAllocator(
+            size,
+            self.page_size,
+            self.dtype,
+            self.device,
+            kvcache,
+            self.need_sort,
+            validate=self.validate,
+            pool_name=name,
+        )
+
+    def _build_mapping(self) -> None:
+        self.full_to_swa_index_mapping = torch.zeros(
+            self.size_full + self.page_size + 1, dtype=torch.int64, device=self._index_device
+        )
+        self.full_to_swa_index_mapping[-1] = -1
+        # One row a full page, the padding page included; the sentinel lies behind the last row.
+        num_rows = self.full_attn_allocator.num_pages + 1
+        self._page_rows = self.full_to_swa_index_mapping[: num_rows * self.page_size].view(
+            num_rows, self.page_size
+        )
+        self._queued_peers: list[torch.Tensor] = []
+        full, swa = self.full_attn_allocator.ledger, self.swa_attn_allocator.ledger
+        self._guard = (
+            PeerGuard(full, swa, self._peer_pages) if full is not None and swa is not None else None
+        )
+        if self._kvcache is not None:
+            self._kvcache.register_mapping(self.full_to_swa_index_mapping)
+
+    # -- capacity ------------------------------------------------------------------------------
+
+    @property
+    def size(self) -> int:
+        """Tokens of the smaller side."""
+        return min(self.size_full, self.size_swa)
+
+    @property
+    def size_full(self) -> int:
+        """Tokens of the full pool."""
+        return self.full_attn_allocator.size
+
+    @property
+    def size_swa(self) -> int:
+        """Tokens of the SWA pool."""
+        return self.swa_attn_allocator.size
+
+    @property
+    def queued_peer_slots(self) -> torch.Tensor:
+        """Full slots whose peers the open group has yet to capture, int64 `[n]`; for inspection."""
+        empty = torch.empty(0, dtype=torch.int64, device=self._index_device)
+        return torch.cat([empty, *self._queued_peers])
+
+    def available_size(self) -> int:
+        """Tokens that one `alloc` could get: what the poorer side has."""
+        return min(self.full_available_size(), self.swa_available_size())
+
+    def full_available_size(self) -> int:
+        """Tokens available on the full side."""
+        return self.full_attn_allocator.available_size()
+
+    def swa_available_size(self) -> int:
+        """Tokens available on the SWA side."""
+        return self.swa_attn_allocator.available_size()
+
+    def new_pages_available(self, num_full_pages: int, num_swa_pages: int) -> bool:
+        """Whether both sides have that many pages."""
+        return self.full_attn_allocator.has_room(
+            num_full_pages
+        ) and self.swa_attn_allocator.has_room(num_swa_pages)
+
+    def debug_print(self) -> str:
+        """One line of capacity for logs, both sides."""
+        return f"{self.full_attn_allocator.debug_print()}, {self.swa_attn_allocator.debug_print()}"
+
+    def merge_and_sort_free(self) -> None:
+        """Merge the pages that `need_sort` set aside, on both sides."""
+        self.full_attn_allocator.merge_and_sort_free()
+        self.swa_attn_allocator.merge_and_sort_free()
+
+    def translate_loc_from_full_to_swa(self, kv_indices: torch.Tensor) -> torch.Tensor:
+        """SWA slots of full slots, int64 of the same shape; 0 where unmapped, -1 for -1.
+
+        Raises:
+            InvalidSlotError: with `validate`, a slot below -1 or beyond the pool.
+        """
+        operation = "translate_loc_from_full_to_swa"
+        locations = as_locations(operation, kv_indices, self._index_device)
+        if self.full_attn_allocator.ledger is not None:
+            self.full_attn_allocator.ledger.require_readable(operation, locations)
+        return self.full_to_swa_index_mapping[locations]
+
+    # -- peers ---------------------------------------------------------------------------------
+
+    def _peer_pages(self, full_pages: torch.Tensor) -> torch.Tensor:
+        """SWA page of each full page, 0 for none: int64 `[n]`."""
+        return self._page_rows[full_pages].amax(dim=1) // self.page_size
+
+    @staticmethod
+    def _mapped_only(swa_pages: torch.Tensor) -> torch.Tensor:
+        # Page 0 stands for "no peer" and must never reach a free list (sglang#38519). How many are
+        # left is known to the device only, so this waits for it.
+        return swa_pages[swa_pages > 0]
+
+    def _map_pages(self, full_pages: torch.Tensor, swa_pages: torch.Tensor) -> None:
+        self._page_rows[full_pages] = swa_pages[:, None] * self.page_size + self._offsets
+
+    def _clear_pages(self, full_pages: torch.Tensor) -> None:
+        self._page_rows.index_fill_(0, full_pages, 0)
+
+    def _detach_peers(self, full_pages: torch.Tensor) -> torch.Tensor:
+        """Unmap the pages and return their SWA pages, those without a peer left out."""
+        peers = self._peer_pages(full_pages)
+        self._clear_pages(full_pages)
+        return self._mapped_only(peers)
+
+    def _move_peers(self, kept_pages: torch.Tensor, incoming_pages: torch.Tensor) -> None:
+        peers = self._peer_pages(incoming_pages)
+        self._clear_pages(incoming_pages)
+        self._map_pages(kept_pages, peers)
+
+    def _unmap_head(self, slots: torch.Tensor, pages: torch.Tensor) -> None:
+        """Unmap what a tail allocation lends without a peer: single slots, then whole new pages.
+
+        The slots matter on a page that goes on: its row was filled when it was lent.
+        """
+        self.full_to_swa_index_mapping.index_fill_(0, slots, 0)
+        self._clear_pages(pages)
+
+    # -- value checks --------------------------------------------------------------------------
+
+    def _checked_segments(self, operation: str, segments: Iterable[Segment]) -> list[torch.Tensor]:
+        indices = as_segments(operation, segments, self.page_size, self._index_device)
+        if indices and self.full_attn_allocator.ledger is not None:
+            self.full_attn_allocator.ledger.require_segments(operation, indices)
+        return indices
+
+    def _check_lent(self, operation: str, slots: torch.Tensor) -> None:
+        if self.full_attn_allocator.ledger is not None:
+            self.full_attn_allocator.ledger.require_lent(operation, slots)
+
+    def _check_free(self, operation: str, slots: torch.Tensor) -> None:
+        if self.full_attn_allocator.ledger is not None:
+            self.full_attn_allocator.ledger.require_freeable(operation, slots)
+
+    def _check_peers_released(self, operation: str, slots: torch.Tensor) -> None:
+        if self._guard is not None:
+            self._guard.require_no_peer(operation, slots)
+
+    def _check_batch(self, batch: ExtendBatch | DecodeBatch) -> None:
+        if self._guard is not None:
+            self._guard.require_batch(batch)
+
+    def _check_mapping_write(self, operation: str, full: torch.Tensor, swa: torch.Tensor) -> None:
+        if self._guard is not None:
+            self._guard.require_mappable(operation, full, swa)
+
+    def _check_recovery(self, operation: str, kept: torch.Tensor, incoming: torch.Tensor) -> None:
+        if self._guard is not None:
+            self._guard.require_recoverable(operation, kept, incoming)

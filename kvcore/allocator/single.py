@@ -1,0 +1,286 @@
+"""One pool and its free list: the allocator behind page size 1 and behind larger pages.
+
+Everything is counted in pages; `take_pages` and `give_pages` are the calls by which an allocator of
+several pools drives this one. Subclasses say how slots become pages and in which order pages come
+back.
+
+Left out: SWA peers (`kvcore.allocator.swa`).
+"""
+
+from abc import abstractmethod
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import torch
+
+from kvcore.allocator.arguments import Segment, as_index, as_segments, pool_pages, whole_pages
+from kvcore.allocator.base import BaseTokenToKVPoolAllocator
+from kvcore.allocator.batch import DecodeBatch, ExtendBatch
+from kvcore.allocator.ownership import FREE, LENT, PENDING, PageLedger
+from kvcore.errors import GeometryError
+from kvcore.free_list import FreeList
+
+
+class PoolSize(Protocol):
+    """An engine's memory configuration, as far as one pool is concerned."""
+
+    max_total_num_tokens: int
+
+
+class SinglePoolAllocator(BaseTokenToKVPoolAllocator):
+    """Lends the pages 1..num_pages of one pool; page 0 is padding and never lent.
+
+    `size` tokens hold `num_pages = size // page_size` pages; a remainder is left unused.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: str | torch.device,
+        kvcache: Any,
+        need_sort: bool,
+        *,
+        validate: bool | None = None,
+        pool_name: str = "KV",
+    ) -> None:
+        super().__init__(page_size, dtype, device, kvcache, need_sort, validate)
+        self._pool_name = pool_name
+        num_pages = pool_pages("constructor", size, page_size)
+        self._offsets = torch.arange(page_size, device=self._index_device)
+        self._build(size, num_pages)
+
+    def _build(self, size: int, num_pages: int) -> None:
+        self._size = size
+        self.num_pages = num_pages
+        self._free_list = self._make_free_list()
+        self.ledger = self._make_ledger() if self.validate else None
+        self._drop_queue()
+
+    @abstractmethod
+    def _make_free_list(self) -> FreeList:
+        """A free list of `num_pages`, in the order in which this kind reuses pages."""
+
+    @abstractmethod
+    def pages_of(self, slots: torch.Tensor) -> torch.Tensor:
+        """The pages that a set of slots touches, each once: int64 `[n]`."""
+
+    def _make_ledger(self) -> PageLedger:
+        return PageLedger(self._pool_name, self.num_pages, self.page_size, self._index_device)
+
+    # -- capacity ------------------------------------------------------------------------------
+
+    @property
+    def size(self) -> int:
+        """Tokens of the pool, the padding page not counted."""
+        return self._size
+
+    @property
+    def size_full(self) -> int:
+        """The same: there is one pool."""
+        return self._size
+
+    @property
+    def free_pages(self) -> torch.Tensor:
+        """Copy of the free list in the order of taking, int64 `[n]`; for inspection."""
+        return self._free_list.free_pages
+
+    @property
+    def release_pages(self) -> torch.Tensor:
+        """Copy of the freed pages that `need_sort` keeps aside, int64 `[n]`; for inspection."""
+        return self._free_list.release_pages
+
+    @property
+    def pending_pages(self) -> torch.Tensor:
+        """Pages queued in the open group, ascending, int64 `[n]`; for inspection."""
+        slots = [index // self.page_size for index in self._queued_slots]
+        pages: torch.Tensor = torch.unique(
+            torch.cat([self._no_pages(), *slots, *self._queued_pages])
+        )
+        return pages
+
+    def available_size(self) -> int:
+        """Tokens in free pages, those set aside by `need_sort` included."""
+        return self._free_list.num_pages * self.page_size
+
+    def has_room(self, num_pages: int) -> bool:
+        """Whether `take_pages(num_pages)` would succeed."""
+        return self._free_list.has_room(num_pages)
+
+    # -- lending -------------------------------------------------------------------------------
+
+    def take_pages(self, num_pages: int) -> torch.Tensor:
+        """Lend pages: int64 `[num_pages]` in storage of its own; ask `has_room` first."""
+        pages = self._free_list.take(num_pages)
+        if self.ledger is not None:
+            self.ledger.mark(pages, LENT)
+        return pages
+
+    def slots_of(self, pages: torch.Tensor) -> torch.Tensor:
+        """All slots of the pages, page by page: int64 `[n * page_size]`."""
+        return (pages[:, None] * self.page_size + self._offsets).reshape(-1)
+
+    def alloc(self, need_size: int) -> torch.Tensor | None:
+        """Lend whole pages; see the base class."""
+        num_pages = whole_pages("alloc", need_size, self.page_size)
+        if not self.has_room(num_pages):
+            return None
+        return self.slots_of(self.take_pages(num_pages))
+
+    def alloc_extend(
+        self,
+        prefix_lens: torch.Tensor,
+        prefix_lens_cpu: torch.Tensor,
+        seq_lens: torch.Tensor,
+        seq_lens_cpu: torch.Tensor,
+        last_loc: torch.Tensor,
+        extend_num_tokens: int,
+    ) -> torch.Tensor | None:
+        """Lend the new tokens of each row; see the base class."""
+        batch = ExtendBatch.checked(
+            "alloc_extend",
+            prefix_lens,
+            prefix_lens_cpu,
+            seq_lens,
+            seq_lens_cpu,
+            last_loc,
+            extend_num_tokens,
+            self._index_device,
+        )
+        return self._alloc_batch(batch)
+
+    def alloc_decode(
+        self, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor, last_loc: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Lend one token a row; see the base class."""
+        batch = DecodeBatch.checked(
+            "alloc_decode", seq_lens, seq_lens_cpu, last_loc, self._index_device
+        )
+        return self._alloc_batch(batch)
+
+    def _alloc_batch(self, batch: ExtendBatch | DecodeBatch) -> torch.Tensor | None:
+        if self.ledger is not None:
+            self.ledger.require_batch(batch)
+        num_pages = batch.num_new_pages(self.page_size)
+        if not self.has_room(num_pages):
+            return None
+        return batch.slots(self.take_pages(num_pages), self.page_size)
+
+    # -- returning -----------------------------------------------------------------------------
+
+    def free(self, free_index: torch.Tensor) -> None:
+        """Return the pages touched, each once."""
+        slots = as_index("free", free_index, self._index_device)
+        if slots.numel() == 0:
+            return
+        if self.ledger is not None:
+            self.ledger.require_freeable("free", slots)
+        if self._group_open:
+            self.queue_slots(self._own_copy(slots))
+        else:
+            self.give_pages(self.pages_of(slots))
+
+    def free_full(self, free_index: torch.Tensor) -> None:
+        """The same as `free`: there is one pool."""
+        self.free(free_index)
+
+    def free_segments(self, segments: Iterable[Segment]) -> None:
+        """Return pieces of one row; waits for no device value."""
+        indices = as_segments("free_segments", segments, self.page_size, self._index_device)
+        if not indices:
+            return
+        if self.ledger is not None:
+            self.ledger.require_segments("free_segments", indices)
+        self.give_pages(self.pages_of_segments(indices))
+
+    def free_full_segments(self, segments: Iterable[Segment]) -> None:
+        """The same as `free_segments`: there is one pool."""
+        self.free_segments(segments)
+
+    def pages_of_segments(self, indices: list[torch.Tensor]) -> torch.Tensor:
+        """Pages of page-aligned pieces of a row, by one slot a page: int64 `[n]`, fresh storage.
+
+        The shape follows from the lengths, so nothing waits for the device.
+        """
+        return torch.cat([index[:: self.page_size] for index in indices]) // self.page_size
+
+    def give_pages(self, pages: torch.Tensor) -> None:
+        """Return distinct pages, now or at the end of the open group, which keeps the tensor."""
+        if self._group_open:
+            self._queued_pages.append(pages)
+            self._mark(pages, PENDING)
+            return
+        self._release(pages)
+
+    def queue_slots(self, slots: torch.Tensor) -> None:
+        """Return the pages of `slots` at the end of the open group; the tensor is kept."""
+        self._queued_slots.append(slots)
+        self._mark(slots // self.page_size, PENDING)
+
+    def _release(self, pages: torch.Tensor) -> None:
+        self._free_list.give(pages)
+        self._mark(pages, FREE)
+
+    def _mark(self, pages: torch.Tensor, state: int) -> None:
+        if self.ledger is not None:
+            self.ledger.mark(pages, state)
+
+    # -- free groups ---------------------------------------------------------------------------
+
+    def free_group_begin(self) -> None:
+        """Hold frees back until `free_group_end`."""
+        self.require_group("free_group_begin", is_open=False)
+        self._group_open = True
+
+    def free_group_end(self) -> None:
+        """Make everything freed in the group available."""
+        self.require_group("free_group_end", is_open=True)
+        queued = list(self._queued_pages)
+        if self._queued_slots:
+            # One pass over everything queued, so that a page named by several frees goes back once.
+            queued.append(self.pages_of(torch.cat(self._queued_slots)))
+        self._drop_queue()
+        if queued:
+            self._release(torch.cat(queued))
+
+    def _drop_queue(self) -> None:
+        self._queued_slots: list[torch.Tensor] = []
+        self._queued_pages: list[torch.Tensor] = []
+        self._group_open = False
+
+    def _no_pages(self) -> torch.Tensor:
+        return torch.empty(0, dtype=torch.int64, device=self._index_device)
+
+    # -- the whole pool ------------------------------------------------------------------------
+
+    def merge_and_sort_free(self) -> None:
+        """Merge the pages that `need_sort` set aside, now."""
+        self._free_list.merge_and_sort()
+
+    def clear(self) -> None:
+        """Take everything back and close an open group."""
+        self._free_list.reset()
+        if self.ledger is not None:
+            self.ledger.reset()
+        self._drop_queue()
+
+    def resize(self, config: PoolSize | None = None, *, size: int | None = None) -> None:
+        """Take everything back and lend a pool of another size from now on.
+
+        Args:
+            config: an object whose `max_total_num_tokens` is the new size.
+            size: the new size in tokens; exactly one of both is given.
+
+        Raises:
+            GeometryError: none or both given, or a size without a single page.
+        """
+        if config is not None and size is None:
+            size = config.max_total_num_tokens
+        elif config is not None or size is None:
+            raise GeometryError("resize: expected either a config or size")
+        self._build(size, pool_pages("resize", size, self.page_size))
+
+    def debug_print(self) -> str:
+        """One line of capacity for logs."""
+        return f"#{self._pool_name}-available-size: {self.available_size()} of {self.size}"

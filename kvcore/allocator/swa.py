@@ -1,0 +1,413 @@
+"""The hybrid allocator: full-attention slots and sliding-window slots, lent and returned together.
+
+Free groups hold back *indices*, not peers: looking peers up at once would cost one lookup a free,
+looking them up at the end would find what a recovery put there meanwhile (sglang#36081). So the
+peers of everything queued are captured, in one lookup, at the end or before the first mapping write
+that comes sooner: snapshotted, detached from the mapping, and released at the end.
+
+Left out: how pages are paired (`kvcore.allocator.hybrid`); one pool in which every layer slides.
+"""
+
+from collections.abc import Iterable
+
+import torch
+
+from kvcore.allocator.arguments import (
+    Segment,
+    as_index,
+    pool_pages,
+    require_equal_lengths,
+    whole_pages,
+)
+from kvcore.allocator.batch import DecodeBatch, ExtendBatch
+from kvcore.allocator.hybrid import HybridAllocator, HybridPoolSize
+from kvcore.errors import GeometryError
+
+
+class SWATokenToKVPoolAllocator(HybridAllocator):
+    """Lends full slots together with SWA peers; callers see full slots.
+
+    The mapping `full_to_swa_index_mapping` is int64 `[size + page_size + 1]`: the SWA slot of each
+    full slot, 0 for none, and -1 in the last entry, so that index -1 ("no previous slot") maps to
+    -1. It is owned by this object, written in place, and handed to the pool by
+    `kvcache.register_mapping`; `resize` makes and registers a new one.
+
+    Allocations take from both sides or from neither. The sides are reachable as
+    `full_attn_allocator` and `swa_attn_allocator`, for a load-back that maps its own slots.
+
+    With `validate=True`, calls raise besides the errors of the base class: DeadPeerError where a
+    page without a peer is continued, LivePeerError where a peer would be lost, MappingError where
+    an SWA slot is mapped that is not lent or has a full slot already.
+
+    Args:
+        size: tokens of the full pool.
+        size_swa: tokens of the SWA pool.
+        page_size: slots a page, on both sides.
+        dtype: element type of the pools; kept for callers.
+        device: device of all index tensors.
+        kvcache: the pool, or None.
+        need_sort: keep freed pages aside and merge them in ascending order on demand.
+        validate: check values; None means environment variable KVCORE_VALIDATE.
+
+    Raises:
+        GeometryError: a side without a single page.
+    """
+
+    # -- lending -------------------------------------------------------------------------------
+
+    def alloc(self, need_size: int) -> torch.Tensor | None:
+        """Lend whole pages with peers; see the base class."""
+        num_pages = whole_pages("alloc", need_size, self.page_size)
+        if not self.new_pages_available(num_pages, num_pages):
+            return None
+        full_pages = self._take_mapped_pages(num_pages)
+        return self.full_attn_allocator.slots_of(full_pages)
+
+    def alloc_extend(
+        self,
+        prefix_lens: torch.Tensor,
+        prefix_lens_cpu: torch.Tensor,
+        seq_lens: torch.Tensor,
+        seq_lens_cpu: torch.Tensor,
+        last_loc: torch.Tensor,
+        extend_num_tokens: int,
+    ) -> torch.Tensor | None:
+        """Lend the new tokens of each row with peers; see the base class.
+
+        Raises:
+            DeadPeerError: with `validate`, a page that goes on has no peer.
+        """
+        batch = ExtendBatch.checked(
+            "alloc_extend",
+            prefix_lens,
+            prefix_lens_cpu,
+            seq_lens,
+            seq_lens_cpu,
+            last_loc,
+            extend_num_tokens,
+            self._index_device,
+        )
+        return self._alloc_batch(batch)
+
+    def alloc_decode(
+        self, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor, last_loc: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Lend one token a row with its peer; see the base class.
+
+        Raises:
+            DeadPeerError: with `validate`, a page that goes on has no peer.
+        """
+        batch = DecodeBatch.checked(
+            "alloc_decode", seq_lens, seq_lens_cpu, last_loc, self._index_device
+        )
+        return self._alloc_batch(batch)
+
+    def _alloc_batch(self, batch: ExtendBatch | DecodeBatch) -> torch.Tensor | None:
+        self._check_batch(batch)
+        num_pages = batch.num_new_pages(self.page_size)
+        if not self.new_pages_available(num_pages, num_pages):
+            return None
+        return batch.slots(self._take_mapped_pages(num_pages), self.page_size)
+
+    def _take_mapped_pages(self, num_pages: int) -> torch.Tensor:
+        """Full pages with fresh peers; both sides have been asked for room."""
+        self._capture_queued_peers()
+        full_pages = self.full_attn_allocator.take_pages(num_pages)
+        self._map_pages(full_pages, self.swa_attn_allocator.take_pages(num_pages))
+        return full_pages
+
+    def alloc_extend_swa_tail(
+        self,
+        prefix_lens: torch.Tensor,
+        prefix_lens_cpu: torch.Tensor,
+        seq_lens: torch.Tensor,
+        seq_lens_cpu: torch.Tensor,
+        last_loc: torch.Tensor,
+        extend_num_tokens: int,
+        swa_tail_len: int,
+    ) -> torch.Tensor | None:
+        """`alloc_extend` of one row, with SWA slots for its last `swa_tail_len` tokens only.
+
+        Every other new full slot is unmapped, also when the tail is empty (sglang#25805).
+
+        Returns:
+            int64 `[extend_num_tokens]`, or None if either side lacks the pages.
+
+        Raises:
+            GeometryError: as `alloc_extend`; a batch of more or less than one row; a tail that is
+                longer than the extension, or that does not start on a page boundary (two full
+                pages would share an SWA page).
+        """
+        operation = "alloc_extend_swa_tail"
+        batch = ExtendBatch.checked(
+            operation,
+            prefix_lens,
+            prefix_lens_cpu,
+            seq_lens,
+            seq_lens_cpu,
+            last_loc,
+            extend_num_tokens,
+            self._index_device,
+        )
+        self._check_tail(batch, swa_tail_len)
+        if self.full_attn_allocator.ledger is not None:
+            self.full_attn_allocator.ledger.require_batch(batch)
+        num_full = batch.num_new_pages(self.page_size)
+        num_swa = (swa_tail_len + self.page_size - 1) // self.page_size
+        if not self.new_pages_available(num_full, num_swa):
+            return None
+        self._capture_queued_peers()
+        full_pages = self.full_attn_allocator.take_pages(num_full)
+        slots = batch.slots(full_pages, self.page_size)
+        head_pages, tail_pages = full_pages[: num_full - num_swa], full_pages[num_full - num_swa :]
+        self._unmap_head(slots[: extend_num_tokens - swa_tail_len], head_pages)
+        self._map_pages(tail_pages, self.swa_attn_allocator.take_pages(num_swa))
+        return slots
+
+    def _check_tail(self, batch: ExtendBatch, tail_len: int) -> None:
+        if batch.seq_lens_cpu.numel() != 1:
+            raise GeometryError(
+                f"{batch.operation}: expected a batch of one row, got {batch.seq_lens_cpu.numel()}"
+            )
+        if not 0 <= tail_len <= batch.num_tokens:
+            raise GeometryError(
+                f"{batch.operation}: expected swa_tail_len in 0..{batch.num_tokens}, got {tail_len}"
+            )
+        start = int(batch.seq_lens_cpu[0]) - tail_len
+        if tail_len > 0 and start % self.page_size != 0:
+            raise GeometryError(
+                f"{batch.operation}: expected a tail that starts on a page boundary of "
+                f"{self.page_size} tokens, got token {start}"
+            )
+
+    # -- returning -----------------------------------------------------------------------------
+
+    def free(self, free_index: torch.Tensor) -> None:
+        """Return full pages and their peers; a page without a peer on the full side alone."""
+        slots = as_index("free", free_index, self._index_device)
+        if slots.numel() == 0:
+            return
+        self._check_free("free", slots)
+        if self._group_open:
+            owned = self._own_copy(slots)
+            self._queue_peers(owned)
+            self.full_attn_allocator.queue_slots(owned)
+            return
+        pages = self.full_attn_allocator.pages_of(slots)
+        self._release_peers(pages)
+        self.full_attn_allocator.give_pages(pages)
+
+    def free_swa(self, free_index: torch.Tensor) -> None:
+        """Return the peers of the pages touched, whole (sglang#27779); the full side stays.
+
+        Pages without a peer are skipped.
+        """
+        slots = as_index("free_swa", free_index, self._index_device)
+        if slots.numel() == 0:
+            return
+        self._check_free("free_swa", slots)
+        if self._group_open:
+            self._queue_peers(self._own_copy(slots))
+            return
+        self._release_peers(self.full_attn_allocator.pages_of(slots))
+
+    def free_full(self, free_index: torch.Tensor) -> None:
+        """Return full pages whose peers have been released.
+
+        Raises:
+            LivePeerError: with `validate`, a page that has a peer.
+        """
+        slots = as_index("free_full", free_index, self._index_device)
+        if slots.numel() == 0:
+            return
+        self._check_free("free_full", slots)
+        self._check_peers_released("free_full", slots)
+        self._free_full_side(slots)
+
+    def free_segments(self, segments: Iterable[Segment]) -> None:
+        """`free` of page-aligned pieces of one row, ascending, no page shared."""
+        indices = self._checked_segments("free_segments", segments)
+        if not indices:
+            return
+        self._free_swa_segments(indices)
+        self.full_attn_allocator.give_pages(self.full_attn_allocator.pages_of_segments(indices))
+
+    def free_swa_segments(self, segments: Iterable[Segment]) -> None:
+        """`free_swa` of page-aligned pieces of one row, ascending, no page shared."""
+        indices = self._checked_segments("free_swa_segments", segments)
+        if indices:
+            self._free_swa_segments(indices)
+
+    def free_swa_segment(self, free_index: torch.Tensor, *, start_pos: int) -> None:
+        """`free_swa_segments` of a single piece."""
+        self.free_swa_segments([(free_index, start_pos)])
+
+    def free_full_segments(self, segments: Iterable[Segment]) -> None:
+        """`free_full` of page-aligned pieces of one row, ascending, no page shared.
+
+        Raises:
+            LivePeerError: with `validate`, a page that has a peer.
+        """
+        operation = "free_full_segments"
+        indices = self._checked_segments(operation, segments)
+        if not indices:
+            return
+        self._check_peers_released(operation, torch.cat(indices))
+        self.full_attn_allocator.give_pages(self.full_attn_allocator.pages_of_segments(indices))
+
+    def _free_full_side(self, slots: torch.Tensor) -> None:
+        full = self.full_attn_allocator
+        if self._group_open:
+            full.queue_slots(self._own_copy(slots))
+        else:
+            full.give_pages(full.pages_of(slots))
+
+    def _free_swa_segments(self, indices: list[torch.Tensor]) -> None:
+        if not self._group_open:
+            self._release_peers(self.full_attn_allocator.pages_of_segments(indices))
+            return
+        for index in indices:
+            self._queue_peers(self._own_copy(index[:: self.page_size]))
+
+    def _release_peers(self, full_pages: torch.Tensor) -> None:
+        self.swa_attn_allocator.give_pages(self._detach_peers(full_pages))
+
+    # -- free groups ---------------------------------------------------------------------------
+
+    def free_group_begin(self) -> None:
+        """Hold frees back until `free_group_end`, on both sides."""
+        self._require_group_everywhere("free_group_begin", is_open=False)
+        # The sides' groups hold back what is freed, also by callers that go to a side directly.
+        self.full_attn_allocator.free_group_begin()
+        self.swa_attn_allocator.free_group_begin()
+        self._group_open = True
+
+    def free_group_end(self) -> None:
+        """Make everything freed in the group available, on both sides."""
+        self._require_group_everywhere("free_group_end", is_open=True)
+        self._capture_queued_peers()
+        self.full_attn_allocator.free_group_end()
+        self.swa_attn_allocator.free_group_end()
+        self._group_open = False
+
+    def _require_group_everywhere(self, operation: str, *, is_open: bool) -> None:
+        self.require_group(operation, is_open=is_open)
+        self.full_attn_allocator.require_group(operation, is_open=is_open)
+        self.swa_attn_allocator.require_group(operation, is_open=is_open)
+
+    def _queue_peers(self, slots: torch.Tensor) -> None:
+        """The peers of these full slots go back at the end of the group; the tensor is kept."""
+        if self._guard is not None:
+            self._guard.mark_queued(slots)
+        self._queued_peers.append(slots)
+
+    def _capture_queued_peers(self) -> None:
+        """Snapshot and detach the peers of everything queued; before any mapping write."""
+        if not self._queued_peers:
+            return
+        full_pages = self._distinct_queued_pages()
+        self._queued_peers = []
+        # The SWA side's group is open too, so the captured pages wait there for the end.
+        self._release_peers(full_pages)
+
+    def _distinct_queued_pages(self) -> torch.Tensor:
+        # A page may be queued by free_swa and again by free; its peer goes back once.
+        pages: torch.Tensor = torch.unique(torch.cat(self._queued_peers) // self.page_size)
+        return pages
+
+    # -- the mapping ---------------------------------------------------------------------------
+
+    def set_full_to_swa_mapping(
+        self, full_indices: torch.Tensor, swa_indices: torch.Tensor
+    ) -> None:
+        """Pair lent full slots with lent SWA slots, page by page: the raw write of a load-back.
+
+        Both are integer `[n]`, at equal offsets of their pages; a page is paired whole.
+
+        Raises:
+            GeometryError: unequal lengths; with `validate`, unequal offsets.
+            LivePeerError: with `validate`, a full page has a peer, which would be lost.
+            MappingError: with `validate`, an SWA slot is not lent or has a full page already.
+        """
+        operation = "set_full_to_swa_mapping"
+        full = as_index(operation, full_indices, self._index_device)
+        swa = as_index(operation, swa_indices, self._index_device)
+        require_equal_lengths(operation, full_indices=full, swa_indices=swa)
+        if full.numel() == 0:
+            return
+        self._check_mapping_write(operation, full, swa)
+        self._capture_queued_peers()
+        self._map_pages(full // self.page_size, swa // self.page_size)
+
+    def clear_full_to_swa_mapping(self, full_indices: torch.Tensor) -> None:
+        """Unpair lent full slots, integer `[n]`, whole pages; their peers stay with the caller."""
+        operation = "clear_full_to_swa_mapping"
+        full = as_index(operation, full_indices, self._index_device)
+        if full.numel() == 0:
+            return
+        self._check_lent(operation, full)
+        self._capture_queued_peers()
+        self._clear_pages(full // self.page_size)
+
+    def recover_tombstone(self, kept_full: torch.Tensor, incoming_full: torch.Tensor) -> None:
+        """Give the peers of `incoming_full` to `kept_full` and free the incoming full pages.
+
+        Both are integer `[n]`, token by token, at equal offsets of their pages. The SWA side keeps
+        every page it lent. In an open group the incoming pages become available at its end.
+
+        Raises:
+            GeometryError: unequal lengths; with `validate`, unequal offsets.
+            LivePeerError: with `validate`, a kept page has a peer.
+            DeadPeerError: with `validate`, an incoming page has none.
+        """
+        operation = "recover_tombstone"
+        kept = as_index(operation, kept_full, self._index_device)
+        incoming = as_index(operation, incoming_full, self._index_device)
+        require_equal_lengths(operation, kept_full=kept, incoming_full=incoming)
+        if kept.numel() == 0:
+            return
+        self._check_recovery(operation, kept, incoming)
+        self._capture_queued_peers()
+        self._move_peers(kept // self.page_size, incoming // self.page_size)
+        self._free_full_side(incoming)
+
+    # -- the whole pool ------------------------------------------------------------------------
+
+    def clear(self) -> None:
+        """Take everything back, unmap every slot, close an open group."""
+        self.full_attn_allocator.clear()
+        self.swa_attn_allocator.clear()
+        # The pool keeps the same tensor; its last entry stays the sentinel.
+        self.full_to_swa_index_mapping[:-1].fill_(0)
+        self._queued_peers = []
+        self._group_open = False
+
+    def resize(
+        self,
+        config: HybridPoolSize | None = None,
+        *,
+        size: int | None = None,
+        size_swa: int | None = None,
+    ) -> None:
+        """Take everything back and lend pools of other sizes, with a new mapping, from now on.
+
+        Args:
+            config: an object whose `full_max_total_num_tokens` and `swa_max_total_num_tokens` are
+                the new sizes.
+            size: tokens of the full pool; given together with `size_swa` and without `config`.
+            size_swa: tokens of the SWA pool.
+
+        Raises:
+            GeometryError: none or both forms given, or a side without a single page.
+        """
+        if config is not None and size is None and size_swa is None:
+            size = config.full_max_total_num_tokens
+            size_swa = config.swa_max_total_num_tokens
+        elif config is not None or size is None or size_swa is None:
+            raise GeometryError("resize: expected either a config or size and size_swa")
+        pool_pages("resize", size, self.page_size)
+        pool_pages("resize", size_swa, self.page_size)
+        self.full_attn_allocator.resize(size=size)
+        self.swa_attn_allocator.resize(size=size_swa)
+        self._group_open = False
+        self._build_mapping()

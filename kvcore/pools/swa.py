@@ -1,0 +1,303 @@
+"""The pool of models that mix full attention with sliding windows: one sub-pool for the layers of
+each kind. Callers name full slots only; for a sliding-window layer they are translated through the
+mapping, which the allocator owns and hands over by `register_mapping`.
+
+Left out: explicit arguments for each sub-pool, and kinds other than one class for both.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvcore.allocator.arguments import as_index, as_locations, require_equal_lengths
+from kvcore.errors import GeometryError, IndexTensorError, MappingError
+from kvcore.pools.base import (
+    BufferInfos,
+    HostRows,
+    Layer,
+    SlotPool,
+    layer_number,
+)
+from kvcore.pools.mha import MHATokenToKVPool
+
+
+@dataclass(frozen=True, slots=True)
+class HybridRows:
+    """Host copy of a hybrid pool: full rows of every slot, SWA rows of those that had a peer.
+
+    `had_peer` is bool `[len(full)]` on the host; its true entries are the rows of `swa`, in order.
+    """
+
+    full: HostRows
+    swa: HostRows
+    had_peer: torch.Tensor
+
+    def __len__(self) -> int:
+        """How many full slots were copied."""
+        return len(self.full)
+
+
+class SWAKVPool:
+    """Two pools of one class behind one: full-attention layers and sliding-window layers.
+
+    A full slot without a peer has no row in the SWA pool. It is never given one that another slot
+    owns: its writes go to the padding row, and moves and restores leave it out.
+
+    Args:
+        size: full slots that can be lent.
+        size_swa: SWA slots that can be lent.
+        page_size: slots a page, the same on both sides.
+        dtype: what callers read and write, see `SlotPool`.
+        head_num: heads of the full layers, and of the SWA layers unless `swa_head_num` is given.
+        head_dim: the same for the width of a key.
+        swa_attention_layer_ids: model numbers of the sliding-window layers, in order.
+        full_attention_layer_ids: model numbers of the full-attention layers, in order.
+        device: where both sub-pools live.
+        token_to_kv_pool_class: the class of both sub-pools.
+        enable_memory_saver: handed to both sub-pools (sglang#22807).
+        swa_head_num: heads of the SWA layers where they differ.
+        swa_head_dim: width of a key of the SWA layers where it differs.
+        swa_v_head_dim: width of a value of the SWA layers where it differs.
+        sub_pool_arguments: further keyword arguments of both sub-pools, for instance `v_head_dim`.
+
+    Raises:
+        GeometryError: a layer named twice, or what the sub-pools reject.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        size_swa: int,
+        page_size: int,
+        dtype: torch.dtype,
+        head_num: int,
+        head_dim: int,
+        swa_attention_layer_ids: Sequence[int],
+        full_attention_layer_ids: Sequence[int],
+        device: str | torch.device,
+        token_to_kv_pool_class: Callable[..., SlotPool] = MHATokenToKVPool,
+        enable_memory_saver: bool = False,
+        *,
+        swa_head_num: int | None = None,
+        swa_head_dim: int | None = None,
+        swa_v_head_dim: int | None = None,
+        **sub_pool_arguments: Any,
+    ) -> None:
+        self.size = size
+        self.size_swa = size_swa
+        self.page_size = page_size
+        self.dtype = dtype
+        self.device = device
+        self.enable_memory_saver = enable_memory_saver
+        self.start_layer = 0
+        self.layer_num = len(full_attention_layer_ids) + len(swa_attention_layer_ids)
+        self.layers_mapping = _layer_table(full_attention_layer_ids, swa_attention_layer_ids)
+        """Model layer to (position in its sub-pool, whether it slides)."""
+
+        shared = {
+            "page_size": page_size,
+            "dtype": dtype,
+            "head_num": head_num,
+            "head_dim": head_dim,
+            "device": device,
+            "enable_memory_saver": enable_memory_saver,
+            **sub_pool_arguments,
+        }
+        sliding = {
+            "head_num": swa_head_num,
+            "head_dim": swa_head_dim,
+            "v_head_dim": swa_v_head_dim,
+        }
+        self.full_kv_pool = token_to_kv_pool_class(
+            size=size, layer_num=len(full_attention_layer_ids), **shared
+        )
+        self.swa_kv_pool = token_to_kv_pool_class(
+            size=size_swa,
+            layer_num=len(swa_attention_layer_ids),
+            **{**shared, **{key: value for key, value in sliding.items() if value is not None}},
+        )
+        self.full_to_swa_index_mapping: torch.Tensor | None = None
+        self._resolved_device = torch.empty(0, device=device).device
+
+    def register_mapping(self, full_to_swa_index_mapping: torch.Tensor) -> None:
+        """Take the allocator's mapping: the same tensor, not a copy, so that both see every write.
+
+        Its length is the allocator's business: a resized allocator registers another one.
+
+        Raises:
+            IndexTensorError: not a one-dimensional int64 tensor on the pool's device.
+        """
+        if full_to_swa_index_mapping.dtype != torch.int64:
+            raise IndexTensorError(
+                f"register_mapping: dtype {full_to_swa_index_mapping.dtype}; expected int64"
+            )
+        as_index("register_mapping", full_to_swa_index_mapping, self._resolved_device)
+        self.full_to_swa_index_mapping = full_to_swa_index_mapping
+
+    def translate_loc_from_full_to_swa(self, kv_indices: torch.Tensor) -> torch.Tensor:
+        """The peers of full slots, int64 of the same shape: 0 where there is none, -1 for -1.
+
+        Raises:
+            MappingError: no mapping was registered yet.
+            IndexTensorError: not integers on the pool's device.
+        """
+        if self.full_to_swa_index_mapping is None:
+            raise MappingError(
+                "translate_loc_from_full_to_swa: no mapping registered; build the allocator on this"
+                " pool, or call register_mapping"
+            )
+        operation = "translate_loc_from_full_to_swa"
+        # -1 reads the last entry, the sentinel, which is -1 too.
+        return self.full_to_swa_index_mapping[
+            as_locations(operation, kv_indices, self._resolved_device)
+        ]
+
+    def get_key_buffer(self, layer: Layer) -> torch.Tensor:
+        """The keys of `layer`, rows of its own sub-pool: full slots or SWA slots."""
+        pool, local, _ = self._place(layer)
+        return pool.get_key_buffer(local)
+
+    def get_value_buffer(self, layer: Layer) -> torch.Tensor:
+        """The values of `layer`, rows of its own sub-pool: full slots or SWA slots."""
+        pool, local, _ = self._place(layer)
+        return pool.get_value_buffer(local)
+
+    def get_kv_buffer(self, layer: Layer) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of `layer`, as `get_key_buffer` and `get_value_buffer` return them."""
+        return self.get_key_buffer(layer), self.get_value_buffer(layer)
+
+    def set_kv_buffer(
+        self,
+        layer: Layer,
+        loc: torch.Tensor,
+        cache_k: torch.Tensor,
+        cache_v: torch.Tensor,
+        k_scale: float | torch.Tensor | None = None,
+        v_scale: float | torch.Tensor | None = None,
+    ) -> None:
+        """Write one row a token into the **full** slots `loc` of `layer`, of either kind.
+
+        Arguments and errors as in `MHATokenToKVPool.set_kv_buffer`.
+        """
+        pool, local, slides = self._place(layer)
+        slots = as_index("set_kv_buffer", loc, self._resolved_device)
+        rows = self._swa_rows_to_write(slots) if slides else slots
+        pool.set_kv_buffer(local, rows, cache_k, cache_v, k_scale, v_scale)
+
+    def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
+        """Copy the full slots `src_loc` to `tgt_loc`, and their SWA rows where both have a peer.
+
+        Raises:
+            IndexTensorError: not a vector of integers on the pool's device.
+            GeometryError: the lengths differ.
+        """
+        targets = as_index("move_kv_cache", tgt_loc, self._resolved_device)
+        sources = as_index("move_kv_cache", src_loc, self._resolved_device)
+        require_equal_lengths("move_kv_cache", targets=targets, sources=sources)
+        swa_targets = self.translate_loc_from_full_to_swa(targets)
+        swa_sources = self.translate_loc_from_full_to_swa(sources)
+        # The padding row moved onto itself stands for "nothing to move": selecting the others
+        # would cost a synchronisation.
+        moves = (swa_targets > 0) & (swa_sources > 0)
+        self.full_kv_pool.move_kv_cache(targets, sources)
+        self.swa_kv_pool.move_kv_cache(swa_targets * moves, swa_sources * moves)
+
+    def get_cpu_copy(self, indices: torch.Tensor) -> HybridRows:
+        """Copy full rows of every slot, and SWA rows of those with a peer; waits for the device.
+
+        Raises:
+            IndexTensorError: not a vector of integers on the pool's device.
+            MappingError: no mapping was registered yet.
+        """
+        slots = as_index("get_cpu_copy", indices, self._resolved_device)
+        peers = self.translate_loc_from_full_to_swa(slots)
+        had_peer = self._rows_to_copy(peers)
+        return HybridRows(
+            full=self.full_kv_pool.get_cpu_copy(slots),
+            swa=self.swa_kv_pool.get_cpu_copy(peers[had_peer]),
+            had_peer=had_peer.cpu(),
+        )
+
+    def load_cpu_copy(self, copy: HybridRows, indices: torch.Tensor) -> None:
+        """Write `copy` into the slots `indices`: full rows all, SWA rows where it can be.
+
+        An SWA row is written where the old slot had a peer and the new one has; the others are
+        skipped, and no row is written for another token.
+
+        Raises:
+            IndexTensorError, GeometryError: see `SlotPool.check_host_copy`; nothing was written.
+            MappingError: no mapping was registered yet.
+        """
+        if not isinstance(copy, HybridRows):
+            raise GeometryError(
+                f"load_cpu_copy: a {type(copy).__name__}; SWAKVPool restores HybridRows"
+            )
+        slots = self.full_kv_pool.check_host_copy(copy.full, indices)
+        self.swa_kv_pool.check_copy_fits(copy.swa)
+        peers = self.translate_loc_from_full_to_swa(slots).cpu()
+        kept_rows, tokens = self._rows_to_restore(copy.had_peer, peers > 0)
+        swa_rows, swa_slots = copy.swa.select(kept_rows), peers[tokens].to(slots.device)
+        self.full_kv_pool.load_cpu_copy(copy.full, slots)
+        self.swa_kv_pool.load_cpu_copy(swa_rows, swa_slots)
+
+    def get_kv_size_bytes(self) -> tuple[int, int]:
+        """Bytes of all key buffers and of all value buffers, of both sub-pools."""
+        full_keys, full_values = self.full_kv_pool.get_kv_size_bytes()
+        swa_keys, swa_values = self.swa_kv_pool.get_kv_size_bytes()
+        return full_keys + swa_keys, full_values + swa_values
+
+    def get_contiguous_buf_infos(self) -> BufferInfos:
+        """Address, bytes, and bytes a page of the full layers' buffers, indexed by full pages."""
+        return self.full_kv_pool.get_contiguous_buf_infos()
+
+    def get_state_buf_infos(self) -> BufferInfos:
+        """The same of the SWA layers' buffers, indexed by SWA pages: a transfer of its own."""
+        return self.swa_kv_pool.get_contiguous_buf_infos()
+
+    def _place(self, layer: Layer) -> tuple[SlotPool, int, bool]:
+        """The sub-pool of `layer`, its position there, and whether it slides."""
+        number = layer_number(layer)
+        if number not in self.layers_mapping:
+            raise GeometryError(
+                f"layer {number}: this pool holds layers {sorted(self.layers_mapping)}"
+            )
+        local, slides = self.layers_mapping[number]
+        pool = self.swa_kv_pool if slides else self.full_kv_pool
+        return pool, pool.start_layer + local, slides
+
+    def _swa_rows_to_write(self, slots: torch.Tensor) -> torch.Tensor:
+        """SWA rows for writes to full `slots`; the padding row where there is no peer.
+
+        Index -1 translates to -1, which as a row would be the last live one.
+        """
+        return self.translate_loc_from_full_to_swa(slots).clamp(min=0)
+
+    def _rows_to_copy(self, peers: torch.Tensor) -> torch.Tensor:
+        """Which tokens have an SWA row worth copying: those whose slot has a peer."""
+        return peers > 0
+
+    def _rows_to_restore(
+        self, had_peer: torch.Tensor, has_peer: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Which rows of the SWA copy go back, and to which tokens; both bool, in the same order.
+
+        The copy holds a row for each token that *had* a peer, so its rows are picked by the old
+        mask, narrowed to the tokens that have one now.
+        """
+        both = had_peer & has_peer
+        return both[had_peer], both
+
+
+def _layer_table(
+    full_attention_layer_ids: Sequence[int], swa_attention_layer_ids: Sequence[int]
+) -> dict[int, tuple[int, bool]]:
+    """Model layer to (position in its sub-pool, whether it slides)."""
+    numbers = [*full_attention_layer_ids, *swa_attention_layer_ids]
+    twice = sorted({number for number in numbers if numbers.count(number) > 1})
+    if twice:
+        raise GeometryError(f"SWAKVPool: layers {twice} named twice; each layer has one sub-pool")
+    table = {number: (local, False) for local, number in enumerate(full_attention_layer_ids)}
+    table |= {number: (local, True) for local, number in enumerate(swa_attention_layer_ids)}
+    return table

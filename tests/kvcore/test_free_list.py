@@ -1,0 +1,132 @@
+"""The free list: conservation, order of reuse, ownership of what it hands out."""
+
+import random
+from collections import Counter
+
+import pytest
+import torch
+
+from kvcore.errors import DoubleFreeError, GeometryError
+from kvcore.free_list import FreeList
+
+CPU = torch.device("cpu")
+
+
+def make(num_pages: int, *, need_sort: bool = False, newest_first: bool = False) -> FreeList:
+    return FreeList(num_pages, CPU, need_sort=need_sort, newest_first=newest_first)
+
+
+def test_a_new_list_holds_every_page_but_the_padding_page_in_order() -> None:
+    assert make(5).free_pages.tolist() == [1, 2, 3, 4, 5]
+    assert make(5).release_pages.tolist() == []
+    assert make(5).num_pages == 5
+
+
+def test_taken_pages_leave_from_the_front() -> None:
+    pages = make(5)
+    assert pages.take(2).tolist() == [1, 2]
+    assert pages.free_pages.tolist() == [3, 4, 5]
+
+
+def test_oldest_first_puts_returned_pages_behind_all_others() -> None:
+    pages = make(5)
+    taken = pages.take(2)
+    pages.give(taken)
+    assert pages.free_pages.tolist() == [3, 4, 5, *taken.tolist()]
+
+
+def test_newest_first_puts_returned_pages_before_all_others() -> None:
+    pages = make(5, newest_first=True)
+    taken = pages.take(3)
+    pages.give(taken[1:])
+    assert pages.free_pages.tolist() == [*taken[1:].tolist(), 4, 5]
+
+
+def test_need_sort_keeps_returned_pages_aside_until_a_take_needs_them() -> None:
+    pages = make(4, need_sort=True)
+    taken = pages.take(3)
+    pages.give(taken.flip(0))
+    assert pages.free_pages.tolist() == [4]
+    assert pages.release_pages.tolist() == [3, 2, 1]
+    assert pages.num_pages == 4
+    assert pages.take(1).tolist() == [4]
+    assert pages.take(2).tolist() == [1, 2], "merged in ascending order"
+    assert pages.release_pages.tolist() == []
+
+
+def test_merging_nothing_changes_nothing() -> None:
+    pages = make(3, newest_first=True)
+    pages.give(pages.take(3).flip(0))
+    before = pages.free_pages.tolist()
+    pages.merge_and_sort()
+    assert pages.free_pages.tolist() == before
+
+
+def test_room_is_what_is_free() -> None:
+    pages = make(3)
+    assert pages.has_room(3)
+    assert not pages.has_room(4)
+    assert pages.has_room(0)
+
+
+def test_taking_more_than_is_free_is_refused_before_anything_is_read() -> None:
+    pages = make(3)
+    pages.take(2)
+    with pytest.raises(GeometryError, match="2 pages, but only 1"):
+        pages.take(2)
+    assert pages.free_pages.tolist() == [3]
+
+
+@pytest.mark.parametrize("need_sort", [False, True])
+def test_more_free_pages_than_exist_are_refused(need_sort: bool) -> None:
+    pages = make(3, need_sort=need_sort)
+    taken = pages.take(1)
+    pages.give(taken)
+    with pytest.raises(DoubleFreeError, match="at most 3"):
+        pages.give(taken)
+    assert pages.num_pages == 3
+
+
+def test_reset_makes_every_page_free_in_order() -> None:
+    pages = make(4, need_sort=True)
+    pages.give(pages.take(3).flip(0))
+    pages.take(2)
+    pages.reset()
+    assert pages.free_pages.tolist() == [1, 2, 3, 4]
+    assert pages.release_pages.tolist() == []
+    assert pages.num_pages == 4
+
+
+@pytest.mark.parametrize("newest_first", [False, True])
+@pytest.mark.parametrize("need_sort", [False, True])
+def test_every_page_is_in_one_place_whatever_is_taken_and_given(
+    need_sort: bool, newest_first: bool
+) -> None:
+    choose = random.Random(7)
+    pages = make(9, need_sort=need_sort, newest_first=newest_first)
+    lent: list[int] = []
+    handed_out: list[tuple[torch.Tensor, list[int]]] = []
+    for _ in range(400):
+        if choose.random() < 0.5 and pages.num_pages:
+            taken = pages.take(choose.randint(0, pages.num_pages))
+            handed_out.append((taken, taken.tolist()))
+            lent += taken.tolist()
+        else:
+            choose.shuffle(lent)
+            back = [lent.pop() for _ in range(choose.randint(0, len(lent)))]
+            given = torch.tensor(back, dtype=torch.int64)
+            pages.give(given)
+            given.fill_(-7)
+        everything = pages.free_pages.tolist() + pages.release_pages.tolist() + lent
+        assert Counter(everything) == Counter(range(1, 10))
+        assert pages.num_pages == 9 - len(lent)
+    assert all(tensor.tolist() == values for tensor, values in handed_out), "L8"
+
+
+def test_the_cost_of_a_free_does_not_copy_the_pool() -> None:
+    pages = make(1000)
+    ring = pages._ring
+    for _ in range(50):
+        pages.give(pages.take(7))
+    assert pages._ring is ring
+    assert pages._ring.numel() == 1000
