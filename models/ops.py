@@ -1,0 +1,218 @@
+"""The vocabulary of programs: one frozen struct an operation.
+
+An op names logical things (a sequence, a backup, the group), never a physical slot, so that any
+subsequence of a program is again a program: an op whose names mean nothing is simply not allowed.
+Pages are counted within a sequence's row (0 is its first page). What an op may do, and when, is
+`kvcore.models.rules`; what a target answers is `kvcore.models.outcomes`.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import msgspec
+
+Form = Literal["slots", "sparse", "segment", "segments"]
+"""How a free names its pages: every lent slot, one slot a page in reverse order, as a segment
+of the row with its start position, or as two such segments in one call."""
+
+
+class Op(
+    msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, tag_field="op"
+):
+    """Base of all operations; ``kind`` is the tag that traces and violations use."""
+
+    kind: ClassVar[str] = "op"
+    hostile: ClassVar[bool] = False
+
+
+class Alloc(Op, frozen=True, tag="alloc"):
+    """A new sequence of ``pages`` whole pages. With ``overwrite`` the caller afterwards scribbles
+    over the tensor that it was handed (law L8)."""
+
+    seq: int
+    pages: int
+    overwrite: bool = False
+    kind: ClassVar[str] = "alloc"
+
+
+class Extend(Op, frozen=True, tag="extend"):
+    """One batch of prefills: each part is (sequence, new tokens); an unknown name starts a row."""
+
+    parts: tuple[tuple[int, int], ...]
+    overwrite: bool = False
+    kind: ClassVar[str] = "extend"
+
+
+class Decode(Op, frozen=True, tag="decode"):
+    """One token more for each sequence of the batch."""
+
+    seqs: tuple[int, ...]
+    overwrite: bool = False
+    kind: ClassVar[str] = "decode"
+
+
+class SwaTail(Op, frozen=True, tag="swa_tail"):
+    """Extend one row by ``tokens``, with SWA slots for the last ``tail`` of them only."""
+
+    seq: int
+    tokens: int
+    tail: int
+    kind: ClassVar[str] = "swa_tail"
+
+
+class Free(Op, frozen=True, tag="free"):
+    """Pages ``[start, stop)`` of the row leave it, both sides; ``stop`` None is the row's end.
+    With ``overwrite`` the caller scribbles over the tensor after the call (law L8)."""
+
+    seq: int
+    start: int = 0
+    stop: int | None = None
+    form: Form = "slots"
+    overwrite: bool = False
+    kind: ClassVar[str] = "free"
+
+
+class FreeSwa(Op, frozen=True, tag="free_swa"):
+    """The SWA peers of pages ``[start, stop)`` are released; the full slots stay in the row."""
+
+    seq: int
+    start: int = 0
+    stop: int | None = None
+    form: Form = "slots"
+    overwrite: bool = False
+    kind: ClassVar[str] = "free_swa"
+
+
+class FreeFull(Op, frozen=True, tag="free_full"):
+    """Pages ``[start, stop)``, whose peers are gone, leave the row: the full side alone."""
+
+    seq: int
+    start: int = 0
+    stop: int | None = None
+    form: Form = "slots"
+    overwrite: bool = False
+    kind: ClassVar[str] = "free_full"
+
+
+class GroupBegin(Op, frozen=True, tag="group_begin"):
+    """Open a free group."""
+
+    kind: ClassVar[str] = "group_begin"
+
+
+class GroupEnd(Op, frozen=True, tag="group_end"):
+    """Close the free group: everything freed inside becomes available."""
+
+    kind: ClassVar[str] = "group_end"
+
+
+class Recover(Op, frozen=True, tag="recover"):
+    """Give ``pages`` tombstoned pages of ``kept`` an SWA value again from ``incoming``.
+
+    ``locked``: the kept full slots stay and take over the peers; the incoming full slots are freed
+    on the full side. Otherwise the incoming slots replace the kept ones, which are freed.
+    """
+
+    kept: int
+    incoming: int
+    locked: bool
+    pages: int = 1
+    kept_start: int = 0
+    incoming_start: int = 0
+    kind: ClassVar[str] = "recover"
+
+
+class LoadBack(Op, frozen=True, tag="load_back"):
+    """Host copy to fresh slots: a new row of ``pages``, SWA peers for the last ``swa_pages`` of
+    them, taken from each side alone and joined by raw mapping writes."""
+
+    seq: int
+    pages: int
+    swa_pages: int
+    kind: ClassVar[str] = "load_back"
+
+
+class LoadBackSwa(Op, frozen=True, tag="load_back_swa"):
+    """The SWA value of tombstoned pages ``[start, stop)`` comes back from host memory: fresh SWA
+    slots and a raw mapping write over full slots that never left."""
+
+    seq: int
+    start: int = 0
+    stop: int | None = None
+    kind: ClassVar[str] = "load_back_swa"
+
+
+class Retract(Op, frozen=True, tag="retract"):
+    """Copy the row's KV to host memory under the name ``backup``, then free the row."""
+
+    seq: int
+    backup: int
+    kind: ClassVar[str] = "retract"
+
+
+class Restore(Op, frozen=True, tag="restore"):
+    """Bring ``backup`` into new slots as row ``seq``; with ``tail`` only the last ``tail`` tokens
+    get SWA slots. The backup is used up."""
+
+    backup: int
+    seq: int
+    tail: int | None = None
+    kind: ClassVar[str] = "restore"
+
+
+class Clear(Op, frozen=True, tag="clear"):
+    """Drop everything: all rows, the open group. Backups in host memory stay."""
+
+    kind: ClassVar[str] = "clear"
+
+
+class Hostile(Op, frozen=True, tag="hostile"):
+    """A call that breaks the contract and must raise; see `kvcore.models.hostile` for the calls.
+    ``seq`` and ``other`` name sequences where the call needs them."""
+
+    call: str
+    seq: int = -1
+    other: int = -1
+    kind: ClassVar[str] = "hostile"
+    hostile: ClassVar[bool] = True
+
+
+AnyOp = (
+    Alloc
+    | Extend
+    | Decode
+    | SwaTail
+    | Free
+    | FreeSwa
+    | FreeFull
+    | GroupBegin
+    | GroupEnd
+    | Recover
+    | LoadBack
+    | LoadBackSwa
+    | Retract
+    | Restore
+    | Clear
+    | Hostile
+)
+"""Every op that a trace may hold, for decoding."""
+
+OP_KINDS: tuple[str, ...] = (
+    "alloc",
+    "extend",
+    "decode",
+    "swa_tail",
+    "free",
+    "free_swa",
+    "free_full",
+    "group_begin",
+    "group_end",
+    "recover",
+    "load_back",
+    "load_back_swa",
+    "retract",
+    "restore",
+    "clear",
+    "hostile",
+)

@@ -1,0 +1,89 @@
+"""What the reference model remembers: pages, rows, host backups and the two sides' free sets.
+
+Plain lists, dicts and sets, on purpose dumber than any allocator. Leaves out every decision: what
+is allowed is `kvcore.models.rules`, what follows from an answer is `kvcore.models.reference`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+NO_PEER = 0
+"""SWA stamp of a token without an SWA slot."""
+UNKNOWN = -1
+"""SWA stamp of a token whose SWA slot holds nothing that the laws speak of."""
+
+
+@dataclass(slots=True)
+class Page:
+    """One full page of a row, its SWA page (0 if none) and a stamp a token and side.
+
+    ``full_stamps`` has one entry for each token in the page; ``swa_stamps`` runs beside it, with
+    `NO_PEER` where that token is not mapped.
+    """
+
+    full: int
+    swa: int
+    full_stamps: list[int] = field(default_factory=list)
+    swa_stamps: list[int] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in the page."""
+        return len(self.full_stamps)
+
+    @property
+    def fully_mapped(self) -> bool:
+        """Whether every token of the page has a peer."""
+        return all(stamp != NO_PEER for stamp in self.swa_stamps)
+
+
+@dataclass(slots=True)
+class Row:
+    """The pages of one sequence in token order; only the last page may be partly used."""
+
+    pages: list[Page] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in the row."""
+        return sum(page.tokens for page in self.pages)
+
+    def span(self, start: int, stop: int | None) -> list[Page]:
+        """Pages ``[start, stop)``; empty if the range is not within the row."""
+        end = len(self.pages) if stop is None else stop
+        return self.pages[start:end] if 0 <= start < end <= len(self.pages) else []
+
+
+@dataclass(slots=True)
+class Backup:
+    """A retracted row in host memory: its stamps, token by token."""
+
+    full_stamps: list[int]
+    swa_stamps: list[int]
+
+
+@dataclass(slots=True)
+class Side:
+    """One pool: which pages are free and which wait for the end of the group."""
+
+    total: int
+    free: set[int] = field(default_factory=set)
+    pending: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Every page is free."""
+        self.free = set(range(1, self.total + 1))
+        self.pending = set()
+
+    def release(self, page: int, *, deferred: bool) -> None:
+        """The page is free, or with ``deferred`` waits for the end of the group."""
+        (self.pending if deferred else self.free).add(page)
+
+    def settle(self) -> None:
+        """The group ended: what waited is free."""
+        self.free |= self.pending
+        self.pending = set()
