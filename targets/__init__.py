@@ -1,0 +1,1 @@
+"""What is on trial: the target protocol and its implementations."""

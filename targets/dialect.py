@@ -1,0 +1,96 @@
+"""How to talk to one family of allocators: the calls of the field, in that family's form.
+
+A dialect is the only place that knows an allocator's method names. Leaves out which slots belong to
+whom: that is `kvcore.targets.driver`.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from kvcore.models.ops import Form
+from kvcore.targets.protocol import Answers
+
+Slots = torch.Tensor
+"""int64 slot indices, 1-D, on the allocator's device."""
+
+
+class Dialect(Protocol):
+    """Calls on one allocator. Those that lend answer None when there is too little room."""
+
+    def alloc(self, need: int) -> Slots | None:
+        """``need`` slots in whole pages, both sides."""
+        ...
+
+    def extend(self, before: list[int], after: list[int], last: list[int]) -> Slots | None:
+        """A batch: row lengths before and after, last slot of each row (-1 if empty)."""
+        ...
+
+    def decode(self, after: list[int], last: list[int]) -> Slots | None:
+        """One slot more for each row of the batch."""
+        ...
+
+    def swa_tail(self, before: int, after: int, last: int, tail: int) -> Slots | None:
+        """An extend of one row with peers for the last ``tail`` slots only."""
+        ...
+
+    def free(self, slots: Slots, form: Form, start: int) -> None:
+        """Both sides; ``start`` is the row position of the first slot."""
+        ...
+
+    def free_swa(self, slots: Slots, form: Form, start: int) -> None:
+        """The peers of ``slots``."""
+        ...
+
+    def free_full(self, slots: Slots, form: Form, start: int) -> None:
+        """The full side alone, of slots without peers."""
+        ...
+
+    def group_begin(self) -> None:
+        """Open a free group."""
+        ...
+
+    def group_end(self) -> None:
+        """Close it."""
+        ...
+
+    def recover(self, kept: Slots, incoming: Slots) -> None:
+        """The kept slots take over the peers of the incoming ones, which are freed."""
+        ...
+
+    def replace(self, old: Slots) -> None:
+        """Free tombstoned slots that other slots replaced."""
+        ...
+
+    def alloc_full(self, need: int) -> Slots | None:
+        """Full slots alone, for a load-back."""
+        ...
+
+    def alloc_swa(self, need: int) -> Slots | None:
+        """SWA slots alone, for a load-back."""
+        ...
+
+    def map(self, full: Slots, swa: Slots) -> None:
+        """Raw mapping write."""
+        ...
+
+    def clear(self) -> None:
+        """Drop everything."""
+        ...
+
+    def peers(self, slots: Slots) -> Slots:
+        """The SWA slot of each full slot, 0 where it has none."""
+        ...
+
+    def free_pages(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Page ids in all free containers of the (full, SWA) side, int64."""
+        ...
+
+    def mapping(self) -> torch.Tensor:
+        """The mapping tensor; empty without an SWA side."""
+        ...
+
+    def answers(self) -> Answers:
+        """What the public queries say."""
+        ...

@@ -1,0 +1,79 @@
+"""The pool under a target: one layer of each kind, whose rows hold the stamps.
+
+Small int64 pools, so that a stamp is exact; written and copied through the pool's public calls.
+Leaves out pools of other kinds (MLA, DSA).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from kvcore.models import Geometry
+
+from kvcore import MHATokenToKVPool, RetractionBackup, SWAKVPool
+
+FULL_LAYER = 0
+SWA_LAYER = 1
+
+Pool = MHATokenToKVPool | SWAKVPool
+HybridPoolClass = Callable[..., SWAKVPool]
+
+
+def build_pool(
+    geometry: Geometry, hybrid_class: HybridPoolClass = SWAKVPool, device: str = "cpu"
+) -> Pool:
+    """An int64 pool of ``geometry`` with one layer a kind, one head, width one."""
+    if not geometry.hybrid:
+        return MHATokenToKVPool(
+            geometry.full_size, geometry.page_size, torch.int64, 1, 1, 1, device, False
+        )
+    return hybrid_class(
+        geometry.full_size,
+        geometry.swa_size,
+        geometry.page_size,
+        torch.int64,
+        1,
+        1,
+        swa_attention_layer_ids=[SWA_LAYER],
+        full_attention_layer_ids=[FULL_LAYER],
+        device=device,
+    )
+
+
+class StampedPool:
+    """Reads and writes stamps: K of a token's row holds the stamp, V its negative."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._hybrid = isinstance(pool, SWAKVPool)
+        layers = (FULL_LAYER, SWA_LAYER) if self._hybrid else (FULL_LAYER,)
+        self._buffers = tuple(b for layer in layers for b in pool.get_kv_buffer(layer))
+        self.device = self._buffers[0].device
+
+    def contents(self) -> tuple[torch.Tensor, ...]:
+        """Every buffer's rows as a flat int64 tensor, in the order of `STAMP_KINDS`."""
+        return tuple(buffer.view(-1) for buffer in self._buffers)
+
+    def stamp(self, slots: torch.Tensor, stamps: torch.Tensor) -> None:
+        """Write stamps into the rows of full ``slots`` and of their peers."""
+        self._write(FULL_LAYER, slots, stamps)
+        if self._hybrid:
+            self._write(SWA_LAYER, slots, stamps)
+
+    def stamp_swa(self, slots: torch.Tensor, stamps: torch.Tensor) -> None:
+        """Write stamps into the rows of the peers of full ``slots`` alone."""
+        self._write(SWA_LAYER, slots, stamps)
+
+    def backup(self, slots: torch.Tensor) -> RetractionBackup[Any]:
+        """Host copy of the rows of ``slots``, every kind of layer."""
+        return RetractionBackup.take(self._pool, slots)
+
+    def restore(self, backup: RetractionBackup[Any], slots: torch.Tensor) -> None:
+        """Write a host copy into ``slots``."""
+        backup.restore(self._pool, slots)
+
+    def _write(self, layer: int, slots: torch.Tensor, stamps: torch.Tensor) -> None:
+        rows = stamps.view(-1, 1, 1)
+        self._pool.set_kv_buffer(layer, slots, rows, -rows)

@@ -1,0 +1,94 @@
+"""Targets by name: what the command line, traces and tests call them.
+
+A name is a family, sometimes an argument after a colon, sometimes a mode after a hash sign. Leaves
+out the families themselves.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvcore.targets.core import core_target
+from kvcore.targets.faults import FAULTS, fault_target
+from kvcore.targets.protocol import TargetFactory
+from kvcore.targets.sglang.release import ReleaseError, load_release
+from kvcore.targets.sglang.target import release_target
+
+
+class UnknownTarget(Exception):
+    """A target name that means nothing here; the message is one sentence."""
+
+
+def list_targets() -> list[tuple[str, str]]:
+    """(name pattern, what it is) of every family."""
+    return [
+        ("kvcore", "kvcore's own allocators, every check on; the default"),
+        ("kvcore#unchecked", "the same with validate=False, as engines run them"),
+        (
+            "sglang:DIR",
+            "the released allocator unpacked in DIR (pip install --no-deps --target DIR "
+            "sglang==V), 0.5.13 or newer; verify tries both ways of calling it",
+        ),
+        ("sglang:DIR#exhaustion", "the same, driven by callers that do not check capacity first"),
+        (
+            "sglang:DIR#triton",
+            "the same as #exhaustion on the release's own page kernels (needs triton and "
+            "TRITON_INTERPRET=1)",
+        ),
+        ("fault:ID", "kvcore with one known fault put in; `kvcore faults` lists them"),
+    ]
+
+
+def open_target(name: str) -> TargetFactory:
+    """The factory behind ``name``; raises `UnknownTarget` with one sentence."""
+    family, colon, rest = name.partition(":")
+    if name in ("kvcore", "kvcore#unchecked"):
+        validate = name == "kvcore"
+        return lambda geometry: core_target(geometry, name=name, validate=validate)
+    if family == "fault" and colon:
+        return _fault(rest)
+    if family == "sglang" and colon:
+        return _release(name, rest)
+    known = ", ".join(pattern for pattern, _ in list_targets())
+    raise UnknownTarget(f"unknown target {name!r}; known: {known}")
+
+
+def variants(name: str) -> list[str]:
+    """The targets that a verification of ``name`` covers: all ways in which it is called."""
+    if name == "kvcore":
+        return ["kvcore", "kvcore#unchecked"]
+    if name.startswith("sglang:") and "#" not in name:
+        return [name, f"{name}#exhaustion"]
+    return [name]
+
+
+def may_crash(name: str) -> bool:
+    """Whether code that is not ours runs here, so that programs belong in a child process."""
+    return name.startswith("sglang:")
+
+
+def hybrid_only(name: str) -> bool:
+    """Whether the target has no single-pool form."""
+    return not name.startswith("kvcore")
+
+
+def _fault(fault: str) -> TargetFactory:
+    if fault not in FAULTS:
+        known = ", ".join(sorted(FAULTS))
+        raise UnknownTarget(f"unknown fault {fault!r}; known: {known}")
+    return lambda geometry: fault_target(fault, geometry)
+
+
+def _release(name: str, rest: str) -> TargetFactory:
+    directory, _, mode = rest.partition("#")
+    if mode not in ("", "exhaustion", "triton"):
+        raise UnknownTarget(f"unknown mode {mode!r} in {name!r}; known: exhaustion, triton")
+    if not directory:
+        raise UnknownTarget(f"{name!r} names no directory; expected sglang:DIR")
+    try:
+        release = load_release(
+            Path(directory).expanduser(), kernels="triton" if mode == "triton" else "doubles"
+        )
+    except ReleaseError as error:
+        raise UnknownTarget(str(error)) from error
+    return lambda geometry: release_target(release, geometry, name=name, exhaustion=mode != "")
