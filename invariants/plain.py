@@ -1,0 +1,385 @@
+"""The laws in plain form: lists and sets of a small pool, differences that a person can read.
+
+Each function returns the broken clauses of one law. The vectorised forms of the same laws are in
+`kvcore.invariants.vectorised`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from kvcore.invariants.check import Check, LawForm
+from kvcore.models import Clause, Model
+from kvcore.models.ops import GroupEnd
+from kvcore.models.outcomes import Raised, Refused
+from kvcore.models.state import NO_PEER, UNKNOWN, Page
+from kvcore.models.violation import some
+
+
+def pages_clause(
+    law: str, expected: str, seen: str, side: str, pages: set[int] | list[int]
+) -> Clause:
+    """A clause about pages of one side."""
+    ids = tuple(sorted(pages))
+    return Clause(
+        law,
+        expected,
+        seen,
+        full_pages=ids if side == "full" else (),
+        swa_pages=ids * (side == "swa"),
+    )
+
+
+def conservation(check: Check) -> list[Clause]:
+    """L1: the free pages are exactly those that the model says are free."""
+    clauses: list[Clause] = []
+    for name, side, free in check.sides():
+        seen = set(free)
+        if seen == side.free:
+            continue
+        if lost := side.free - seen:
+            clauses.append(
+                pages_clause(
+                    "L1",
+                    f"{name} pages {some(lost)} free: no row and no group holds them",
+                    "in no free container: lost",
+                    name,
+                    lost,
+                )
+            )
+        if extra := {page for page in seen - side.free if 1 <= page <= side.total}:
+            holder = "pending in the group" if extra <= side.pending else "lent"
+            clauses.append(
+                pages_clause(
+                    "L1", f"{name} pages {some(extra)} {holder}, not free", "free", name, extra
+                )
+            )
+    return clauses
+
+
+def no_page_twice(check: Check) -> list[Clause]:
+    """L2: free containers hold each page once, and only pages 1..N."""
+    clauses: list[Clause] = []
+    for name, side, free in check.sides():
+        if len(set(free)) != len(free):
+            twice = {page for page, count in Counter(free).items() if count > 1}
+            clauses.append(
+                pages_clause(
+                    "L2",
+                    f"each {name} page once in the free containers",
+                    f"{some(twice)} more than once",
+                    name,
+                    twice,
+                )
+            )
+        if free and not (min(free) >= 1 and max(free) <= side.total):
+            wrong = {page for page in free if not 1 <= page <= side.total}
+            what = "the padding page" if 0 in wrong else some(wrong)
+            clauses.append(
+                pages_clause(
+                    "L2",
+                    f"free {name} pages within 1..{side.total}",
+                    f"{what} is free",
+                    name,
+                    wrong,
+                )
+            )
+    return clauses
+
+
+def mapped_is_allocated(check: Check) -> list[Clause]:
+    """L3: mapping, free list and open group hold every SWA page exactly once."""
+    model, host = check.model, check.host
+    if not model.geometry.hybrid:
+        return []
+    owners = swa_owners(model, host.mapping)
+    counts = [0] * (model.swa.total + 1)
+    for page, full in owners:
+        if 0 <= page <= model.swa.total and model.detached.get(full) != page:
+            counts[page] += 1
+    for page in host.swa_free:
+        if 0 <= page <= model.swa.total:
+            counts[page] += 1
+    for page in model.swa.pending:
+        counts[page] += 1
+    if counts.count(1) == model.swa.total and counts[0] == 0:
+        return []
+    return [
+        _partition_clause(model, host.swa_free, owners, page, counts[page])
+        for page in range(model.swa.total + 1)
+        if counts[page] != (1 if page else 0)
+    ]
+
+
+def swa_owners(model: Model, mapping: list[int]) -> list[tuple[int, int]]:
+    """(SWA page, full page) for every full page that the mapping joins to an SWA page; a full page
+    joined to two of them appears twice."""
+    size = model.geometry.page_size
+    if size == 1:
+        return [(peer, full) for full, peer in enumerate(mapping[:-1]) if peer]
+    owners: list[tuple[int, int]] = []
+    for start in range(0, len(mapping) - 1, size):
+        entries = mapping[start : start + size]
+        if any(entries):
+            owners += [(swa, start // size) for swa in {e // size for e in entries if e}]
+    return owners
+
+
+def _partition_clause(
+    model: Model, free: list[int], owners: list[tuple[int, int]], page: int, count: int
+) -> Clause:
+    fulls = sorted(
+        {full for swa, full in owners if swa == page and model.detached.get(full) != page}
+    )
+    places = [f"mapped by full page {full}" for full in fulls]
+    places += [f"free ({free.count(page)} times)"] if page in free else []
+    places += ["pending in the group"] if page in model.swa.pending else []
+    expected = "exactly one place" if page else "no place: it is the padding page"
+    seen = " and ".join(places) if places else "nowhere: allocated, but no full page maps to it"
+    return Clause(
+        "L3", f"SWA page {page} in {expected}", seen, full_pages=tuple(fulls), swa_pages=(page,)
+    )
+
+
+def no_stale_mapping(check: Check) -> list[Clause]:
+    """L4: every entry of the mapping is what the rows say; the rest is 0; the sentinel is -1."""
+    model, mapping = check.model, check.host.mapping
+    if not model.geometry.hybrid:
+        return []
+    size = model.geometry.page_size
+    explained = 0
+    right = True
+    for _, page in model.lent_pages():
+        start = page.full * size
+        entries = mapping[start : start + size]
+        if not _entries_right(model, page, entries):
+            right = False
+            break
+        explained += size - entries.count(0)
+    if right and len(mapping) - mapping.count(0) == explained + 1 and mapping[-1] == -1:
+        return []
+    return _stale_entries(model, mapping)
+
+
+def _entries_right(model: Model, page: Page, entries: list[int]) -> bool:
+    size = model.geometry.page_size
+    if page.swa == 0:
+        return not any(entries) or (
+            model.detached.get(page.full) is not None
+            and _within(entries, model.detached[page.full], size)
+        )
+    base, used = page.swa * size, page.tokens
+    if NO_PEER not in page.swa_stamps:
+        if entries[:used] != list(range(base, base + used)):
+            return False
+    elif entries[:used] != _peers_of(page, size):
+        return False
+    return used == size or _within([0] * used + entries[used:], page.swa, size)
+
+
+def _peers_of(page: Page, size: int) -> list[int]:
+    base = page.swa * size
+    return [base + i if stamp != NO_PEER else 0 for i, stamp in enumerate(page.swa_stamps)]
+
+
+def _within(entries: list[int], swa: int, size: int) -> bool:
+    """Whether each entry is 0 or the slot of ``swa`` at the same offset."""
+    return all(entry in (0, swa * size + offset) for offset, entry in enumerate(entries))
+
+
+def _stale_entries(model: Model, mapping: list[int]) -> list[Clause]:
+    size = model.geometry.page_size
+    lent = {page.full: page for _, page in model.lent_pages()}
+    clauses: list[Clause] = []
+    if mapping[-1] != -1:
+        clauses.append(Clause("L4", "the sentinel entry -1", str(mapping[-1])))
+    for full in range(model.full.total + 1):
+        entries = mapping[full * size : (full + 1) * size]
+        page = lent.get(full)
+        if page is not None:
+            wrong = not _entries_right(model, page, entries)
+            expected = str(_peers_of(page, size)) if page.swa else "no peer"
+            what = f"lent full page {full} mapped to {expected}"
+        else:
+            gone = model.detached.get(full)
+            wrong = any(entries) and (gone is None or not _within(entries, gone, size))
+            what = f"full page {full}, which is not lent, mapped to 0"
+        if wrong:
+            swa = tuple(sorted({entry // size for entry in entries if entry > 0}))
+            clauses.append(Clause("L4", what, str(entries), (full,), swa))
+    return clauses
+
+
+def failure_changes_nothing(check: Check) -> list[Clause]:
+    """L5: after a refusal or an error the state is as before, up to the order of free pages."""
+    if not isinstance(check.outcome, Refused | Raised) or check.before is None:
+        return []
+    before, after = check.before.host(), check.host
+    clauses: list[Clause] = []
+    for name, old, new in (
+        ("full", before.full_free, after.full_free),
+        ("swa", before.swa_free, after.swa_free),
+    ):
+        if sorted(old) != sorted(new):
+            change = {page for page in set(old) ^ set(new) if page > 0}
+            clauses.append(
+                pages_clause(
+                    "L5",
+                    f"the free {name} pages as before the call: {some(set(old))}",
+                    some(set(new)),
+                    name,
+                    change,
+                )
+            )
+    size = check.model.geometry.page_size
+    changed = {
+        index // size
+        for index, (old, new) in enumerate(zip(before.mapping, after.mapping, strict=False))
+        if old != new and not (new == 0 and index // size in check.model.detached)
+    }
+    if changed or len(before.mapping) != len(after.mapping):
+        clauses.append(
+            pages_clause("L5", "the mapping as before the call", "it changed", "full", changed)
+        )
+    if before.answers != after.answers:
+        clauses.append(
+            Clause("L5", f"the counters as before: {before.answers}", str(after.answers))
+        )
+    return clauses
+
+
+def group_law(check: Check) -> list[Clause]:
+    """L6: a group's end releases exactly what was freed inside it."""
+    if not isinstance(check.op, GroupEnd):
+        return []
+    clauses: list[Clause] = []
+    for name, side, free in check.sides():
+        if set(free) != side.free:
+            lost, extra = side.free - set(free), set(free) - side.free
+            clauses.append(
+                pages_clause(
+                    "L6",
+                    f"free {name} pages after the group: {some(side.free)}",
+                    f"not released: {some(lost)}; released in their place: {some(extra)}",
+                    name,
+                    lost | {page for page in extra if page > 0},
+                )
+            )
+    return clauses
+
+
+def capacity(check: Check) -> list[Clause]:
+    """L7: the queries say what the free pages hold."""
+    model, answers = check.model, check.after.answers
+    size = model.geometry.page_size
+    full, swa = len(model.full.free) * size, len(model.swa.free) * size
+    wanted = (min(full, swa), full, swa) if model.geometry.hybrid else (full, full, 0)
+    seen = (answers.available, answers.full_available, answers.swa_available)
+    if wanted == seen:
+        return []
+    return [Clause("L7", f"available, full, SWA slots: {wanted}", str(seen))]
+
+
+def tensors_are_owned(check: Check) -> list[Clause]:
+    """L8: the tensors of earlier answers still hold what they held."""
+    clauses: list[Clause] = []
+    size = check.model.geometry.page_size
+    for number, slots in check.host.held.items():
+        if tuple(slots) != check.held[number]:
+            was = check.held[number]
+            pages = {old // size for old, new in zip(was, slots, strict=False) if old != new}
+            clauses.append(
+                pages_clause(
+                    "L8", f"answer {number} still {list(was)[:8]}", str(slots[:8]), "full", pages
+                )
+            )
+    return clauses
+
+
+def wrapper_equivalence(check: Check) -> list[Clause]:
+    """L9: outer and inner allocators agree."""
+    answers = check.after.answers
+    if answers.outer == answers.inner:
+        return []
+    return [Clause("L9", f"the inner allocators' answers {answers.inner}", str(answers.outer))]
+
+
+def drained(check: Check) -> list[Clause]:
+    """L10: after everything was freed, nothing is missing and nothing is mapped."""
+    if not check.drained:
+        return []
+    clauses: list[Clause] = []
+    for name, side, free in check.sides():
+        if len(free) != side.total:
+            missing = set(range(1, side.total + 1)) - set(free)
+            clauses.append(
+                pages_clause(
+                    "L10", f"all {side.total} {name} pages free", f"{len(free)} free", name, missing
+                )
+            )
+    mapping = check.host.mapping
+    size = check.model.geometry.page_size
+    if any(mapping[:-1]):
+        mapped = {index // size for index, entry in enumerate(mapping[:-1]) if entry}
+        clauses.append(
+            pages_clause("L10", "no full slot mapped", f"{some(mapped)}", "full", mapped)
+        )
+    return clauses
+
+
+def stamps(check: Check) -> list[Clause]:
+    """stamps: the rows of every lent token hold its stamps."""
+    rows = check.host.stamps
+    if not rows:
+        return []
+    size = check.model.geometry.page_size
+    clauses: list[Clause] = []
+    for seq, page in check.model.lent_pages():
+        start, used = page.full * size, page.tokens
+        keys, values = rows[0][start : start + used], rows[1][start : start + used]
+        if keys != page.full_stamps or values != [-stamp for stamp in page.full_stamps]:
+            clauses.append(
+                Clause(
+                    "stamps",
+                    f"sequence {seq}, full page {page.full}: K {page.full_stamps}, V the negative",
+                    f"K {keys}, V {values}",
+                    full_pages=(page.full,),
+                )
+            )
+        if page.swa and (clause := _swa_stamps(seq, page, rows, size)):
+            clauses.append(clause)
+    return clauses
+
+
+def _swa_stamps(seq: int, page: Page, rows: tuple[list[int], ...], size: int) -> Clause | None:
+    start = page.swa * size
+    keys, values = rows[2][start : start + page.tokens], rows[3][start : start + page.tokens]
+    known = [stamp not in (NO_PEER, UNKNOWN) for stamp in page.swa_stamps]
+    if all(
+        not sure or (key == stamp and value == -stamp)
+        for sure, stamp, key, value in zip(known, page.swa_stamps, keys, values, strict=True)
+    ):
+        return None
+    return Clause(
+        "stamps",
+        f"sequence {seq}, SWA page {page.swa}: K {page.swa_stamps} (-1: unknown), V the negative",
+        f"K {keys}, V {values}",
+        full_pages=(page.full,),
+        swa_pages=(page.swa,),
+    )
+
+
+PLAIN: dict[str, LawForm] = {
+    "L3": mapped_is_allocated,
+    "L2": no_page_twice,
+    "L4": no_stale_mapping,
+    "L5": failure_changes_nothing,
+    "L6": group_law,
+    "L1": conservation,
+    "L7": capacity,
+    "L8": tensors_are_owned,
+    "L9": wrapper_equivalence,
+    "L10": drained,
+    "stamps": stamps,
+}
+"""The plain form of every law that is judged on a view, by id."""

@@ -1,0 +1,282 @@
+"""The one interpreter: the only place where ops, model, target and laws meet.
+
+For each op: allowed? → tell the listeners → apply on the target → let the model judge → check
+the laws that are due → tell the listeners. Leaves out where ops come from (`kvcore.strategies`) and
+what becomes of a violation (`kvcore.reports`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvcore.invariants.catalogue import BY_ID, LAWS, PRECEDENCE, Cost
+from kvcore.invariants.check import Check, LawForm
+from kvcore.invariants.plain import PLAIN
+from kvcore.invariants.tally import Tally
+from kvcore.invariants.vectorised import VECTORISED
+from kvcore.models import Clause, Done, Lent, Mismatch, Model, Outcome, Violation, ops
+from kvcore.models.ops import Op
+from kvcore.models.outcomes import Raised, Refused
+from kvcore.models.trace import Header, new_header
+from kvcore.targets.protocol import Target, View
+
+PLAIN_SLOTS = 4096
+"""Pools with more slots than this are checked in vectorised form."""
+
+ANSWER_LAWS = ("layout", "bounds", "raises", "hostile")
+"""Laws that the model judges on every answer."""
+
+DRAIN = "drain"
+"""Op kind of a violation that shows only after everything was given back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """The op was not allowed; nothing was done."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Applying:
+    """An op is about to be applied."""
+
+    index: int
+    op: Op
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """An op was applied and nothing broke."""
+
+    index: int
+    op: Op
+    outcome: Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Broke:
+    """A law broke; the run is over."""
+
+    violation: Violation
+
+
+Event = Applying | Applied | Broke
+Listener = Callable[[Event], None]
+
+
+class LawBroken(Exception):
+    """A broken law, with the program so far. Each law has a subclass of its own, so that Hypothesis
+    tells two faults in one run apart. ``header`` says on what the program ran."""
+
+    def __init__(self, violation: Violation, program: Sequence[Op], header: Header) -> None:
+        clause = violation.clauses[0]
+        super().__init__(
+            f"{violation.law} ({BY_ID[violation.law].title}) broke at op {violation.op_index}, "
+            f"{violation.op_kind}: expected {clause.expected}; saw {clause.seen}"
+        )
+        self.violation = violation
+        self.program = tuple(program)
+        self.header = header
+
+
+LAW_ERRORS: dict[str, type[LawBroken]] = {
+    law.id: type(f"LawBroken_{law.id}", (LawBroken,), {}) for law in LAWS
+}
+
+
+class Run:
+    """One program on one fresh target. ``period`` is how often the periodic laws are checked, in
+    steps; ``every`` the same for the laws due after every step, for soak runs."""
+
+    def __init__(
+        self,
+        target: Target,
+        *,
+        period: int = 1,
+        every: int = 1,
+        listeners: Sequence[Listener] = (),
+    ) -> None:
+        self.target = target
+        self.model = Model(target.geometry, target.contract)
+        self.program: list[Op] = []
+        self.violation: Violation | None = None
+        self.tally = Tally(programs=1)
+        self._listeners = tuple(listeners)
+        self._period, self._every = period, every
+        self._last: View | None = None
+        self._held: dict[int, tuple[int, ...]] = {}
+        self._answers = 0
+        slots = target.geometry.full_size + target.geometry.swa_size
+        forms = PLAIN if slots <= PLAIN_SLOTS else {**PLAIN, **VECTORISED}
+        self._due = {
+            (periodic, drained): _due_forms(forms, periodic=periodic, drained=drained)
+            for periodic in (False, True)
+            for drained in (False, True)
+        }
+        self._checked: Counter[tuple[bool, bool]] = Counter()
+        self._judged = 0
+
+    def step(self, op: Op) -> Outcome | Skipped:
+        """Apply one op if it is allowed; raises `LawBroken` when a law breaks."""
+        why = self.model.why_not(op)
+        if why is not None:
+            self.tally.skipped += 1
+            return Skipped(why)
+        index = len(self.program)
+        self._count(op)
+        self.program.append(op)
+        self._tell(Applying(index, op))
+        outcome = self._perform(op, op.kind, drained=False)
+        self._tell(Applied(index, op, outcome))
+        return outcome
+
+    def finish(self) -> None:
+        """Give everything back, as ops of the program; then lend everything once, give it back
+        again, and check that the pools are as new. Raises `LawBroken`."""
+        for op in self._closing_ops():
+            self.step(op)
+        for op in self._probing_ops(self.model.last_name + 1):
+            if self.model.why_not(op) is None:
+                self._perform(op, DRAIN, drained=False)
+        for op in self._closing_ops():
+            self._perform(op, DRAIN, drained=False)
+        self._check(ops.Clear(), Done(), None, DRAIN, drained=True)
+        self._settle_tally()
+        self.target.close()
+
+    def _closing_ops(self) -> Iterator[Op]:
+        if self.model.group_open:
+            yield ops.GroupEnd()
+        while self.model.rows:
+            seq, row = next(iter(self.model.rows.items()))
+            live = row.pages[0].swa != 0 or not self.model.geometry.hybrid
+            if live or "slots" not in self.model.contract.live_frees:
+                same = len(row.pages)
+                if "slots" in self.model.contract.live_frees:
+                    same = next((i for i, page in enumerate(row.pages) if not page.swa), same)
+                yield ops.Free(seq, 0, same)
+            else:
+                dead = next((i for i, page in enumerate(row.pages) if page.swa), len(row.pages))
+                yield ops.FreeFull(seq, 0, dead)
+
+    def _probing_ops(self, seq: int) -> Iterator[Op]:
+        """Law L7 by deed: all that is said to be free can be lent, and then no page more."""
+        geometry = self.model.geometry
+        pages = min(geometry.full_pages, geometry.swa_pages or geometry.full_pages)
+        yield ops.Extend(((seq, pages * geometry.page_size),))
+        yield ops.Extend(((seq + 1, 1),))
+
+    def _perform(self, op: Op, kind: str, *, drained: bool) -> Outcome:
+        before = self._view_before(op)
+        outcome = self.target.apply(op)
+        if isinstance(outcome, Refused):
+            self.tally.refusals += 1
+        self._judged += 1
+        try:
+            self.model.accept(op, outcome)
+        except Mismatch as mismatch:
+            self._break(list(mismatch.clauses), kind)
+        if isinstance(outcome, Lent) and not isinstance(op, ops.LoadBackSwa):
+            self._answers += 1
+            self._held[self._answers] = outcome.slots
+        self._check(op, outcome, before, kind, drained=drained)
+        return outcome
+
+    def _view_before(self, op: Op) -> View | None:
+        """The view of the moment before ``op``: the last one, or a new one for law L5."""
+        if self._last is not None:
+            return self._last
+        if op.hostile or self.model.must_refuse(op) or self._every == 1:
+            return self.target.view(stamps=False)
+        return None
+
+    def _check(
+        self, op: Op, outcome: Outcome, before: View | None, kind: str, *, drained: bool
+    ) -> None:
+        step = len(self.program)
+        failed = isinstance(outcome, Refused | Raised)
+        if not (drained or kind == DRAIN or step % self._every == 0 or failed):
+            self._last = None
+            return
+        periodic = drained or step % self._period == 0
+        self._last = self.target.view(stamps=periodic)
+        check = Check(self.model, op, outcome, before, self._last, self._held, drained)
+        due = self._due[(periodic, drained)]
+        clauses: list[Clause] = []
+        for _, form in due:
+            clauses += form(check)
+        self._checked[(periodic, drained)] += 1
+        if clauses:
+            self._break(clauses, kind)
+
+    def _settle_tally(self) -> None:
+        """Turn the counts of rounds into counts of checks."""
+        for key, rounds in self._checked.items():
+            for law, _ in self._due[key]:
+                self.tally.checks[law] += rounds
+        for law in ANSWER_LAWS:
+            self.tally.checks[law] += self._judged
+        self._checked.clear()
+        self._judged = 0
+
+    def _break(self, clauses: list[Clause], kind: str) -> None:
+        ordered = sorted(clauses, key=lambda clause: PRECEDENCE[clause.law])
+        index = len(self.program) if kind == DRAIN else len(self.program) - 1
+        self.violation = Violation(ordered[0].law, index, kind, tuple(ordered))
+        self._settle_tally()
+        self._tell(Broke(self.violation))
+        header = new_header(self.target.name, self.target.geometry)
+        raise LAW_ERRORS[self.violation.law](self.violation, self.program, header)
+
+    def _count(self, op: Op) -> None:
+        tally = self.tally
+        tally.steps += 1
+        tally.ops[op.kind] += 1
+        if self.model.group_open:
+            tally.grouped[op.kind] += 1
+        if self.program:
+            tally.pairs[(self.program[-1].kind, op.kind)] += 1
+
+    def _tell(self, event: Event) -> None:
+        for listener in self._listeners:
+            listener(event)
+
+
+def _due_forms(
+    forms: dict[str, LawForm], *, periodic: bool, drained: bool
+) -> list[tuple[str, LawForm]]:
+    """The laws to check at a step of this kind."""
+    wanted = {Cost.EACH_STEP: True, Cost.EACH_ANSWER: True, Cost.PERIODIC: periodic}
+    return [(law, form) for law, form in forms.items() if wanted.get(BY_ID[law].cost, drained)]
+
+
+class Source(Protocol):
+    """Where ops come from."""
+
+    def next_op(self, model: Model) -> Op | None:
+        """The next op for a run in this state, or None at the end."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How a run ended: the ops that were applied, and the violation if there was one."""
+
+    program: tuple[Op, ...]
+    violation: Violation | None
+    tally: Tally
+
+
+def drive(run: Run, source: Source) -> Verdict:
+    """Take ops from ``source`` until it ends or a law breaks."""
+    try:
+        while (op := source.next_op(run.model)) is not None:
+            run.step(op)
+        run.finish()
+    except LawBroken:
+        pass
+    return Verdict(tuple(run.program), run.violation, run.tally)
