@@ -1,0 +1,209 @@
+"""A campaign: all sources over all ways of calling a target, for a given time, on several workers.
+
+Time is spent in short bursts, in turn over (variant, pool kind, source), so that every combination
+has been tried after the first seconds. Findings are kept one a signature, the shortest program of
+each, under the narrowest contract that shows it; shrinking comes after. Leaves out what people see
+(`kvcore.reports`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import count
+
+from kvcore.invariants import Tally
+from kvcore.models import Geometry, Violation
+from kvcore.models.ops import Op
+from kvcore.strategies.profiles import PROFILES
+from kvcore.strategies.sources import Burst, SourceName
+from kvcore.strategies.walker import WalkPlan
+from kvcore.strategies.workers import Crashed, Died, Job, WorkerPool
+from kvcore.targets.registry import hybrid_only, may_crash, variants
+
+DEFAULT_PAGE_SIZES = (1, 2, 4, 16)
+FOREIGN_PAGE_SIZES = (1, 4)
+
+BURST_PROGRAMS: dict[SourceName, int] = {"walker": 12, "machine": 6, "program": 6}
+TURNS: tuple[SourceName, ...] = ("walker", "machine", "walker", "program", "walker", "walker")
+"""Sources in turn: the walker makes the volume."""
+
+POLL_SECONDS = 0.25
+
+
+class HarnessFailed(Exception):
+    """The harness itself raised in a worker; carries the traceback."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a campaign is to do. ``page_sizes`` empty means the default ones; ``time_budget`` is in
+    seconds."""
+
+    target: str
+    page_sizes: tuple[int, ...]
+    seed: int
+    time_budget: float
+    workers: int
+    profile: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A failing program, not shrunk yet. ``target`` is the variant on which it failed."""
+
+    target: str
+    source: str
+    geometry: Geometry
+    program: tuple[Op, ...]
+    violation: Violation
+    seed: int | None
+
+
+@dataclass(slots=True)
+class Row:
+    """What one source did on one machine (a variant of the target and a kind of pool)."""
+
+    machine: str
+    source: str
+    geometries: set[Geometry] = field(default_factory=set)
+    tally: Tally = field(default_factory=Tally)
+    findings: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a campaign is."""
+
+    elapsed: float
+    budget: float
+    tally: Tally
+    findings: int
+
+
+@dataclass(slots=True)
+class Report:
+    """How a campaign ended. ``findings``: one a signature, see `run_campaign`."""
+
+    rows: list[Row] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+    elapsed: float = 0.0
+
+    @property
+    def tally(self) -> Tally:
+        """The sum over all rows."""
+        total = Tally()
+        for row in self.rows:
+            total.add(row.tally)
+        return total
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One combination that a campaign visits in turn."""
+
+    target: str
+    hybrid: bool
+    source: SourceName
+
+    @property
+    def machine(self) -> str:
+        """The row label: kind of pool, and the mode of the target if it has one."""
+        kind = "hybrid" if self.hybrid else "single pool"
+        _, _, mode = self.target.partition("#")
+        return f"{kind}, {mode}" if mode else kind
+
+
+def default_budget(target: str, profile: str) -> float:
+    """Seconds that a campaign takes where nothing else is asked for."""
+    chosen = PROFILES[profile]
+    return chosen.foreign_budget if may_crash(target) else chosen.time_budget
+
+
+def run_campaign(plan: Plan, on_progress: Callable[[Progress], None]) -> Report:
+    """Run a campaign; raises `HarnessFailed` if the harness itself breaks.
+
+    A signature found on several variants is reported for the first of them, whose callers do least.
+    """
+    start = time.monotonic()
+    rows: dict[tuple[str, str], Row] = {}
+    findings: dict[tuple[str, str], Finding] = {}
+    total = Tally()
+    with WorkerPool(plan.workers) as pool:
+        jobs = _jobs(plan, start + plan.time_budget)
+        for ended in pool.run(jobs, POLL_SECONDS):
+            if ended is not None:
+                job, result = ended
+                if isinstance(result, Crashed):
+                    raise HarnessFailed(result.text)
+                burst = result if isinstance(result, Burst) else _last_words(result)
+                row = _row(rows, job)
+                row.geometries |= burst.geometries
+                row.tally.add(burst.tally)
+                row.findings += len(burst.failures)
+                total.add(burst.tally)
+                _keep_shortest(findings, plan, job, burst)
+            elapsed = time.monotonic() - start
+            on_progress(Progress(elapsed, plan.time_budget, total, len(findings)))
+    return Report(list(rows.values()), list(findings.values()), time.monotonic() - start)
+
+
+def _cells(target: str) -> list[Cell]:
+    kinds = (True,) if hybrid_only(target) else (True, True, True, False)
+    return [
+        Cell(variant, hybrid, source)
+        for source in TURNS
+        for hybrid in kinds
+        for variant in variants(target)
+    ]
+
+
+def _jobs(plan: Plan, deadline: float) -> Iterator[Job]:
+    """Bursts without end, until the time is up."""
+    cells = _cells(plan.target)
+    sizes = plan.page_sizes or (
+        FOREIGN_PAGE_SIZES if may_crash(plan.target) else DEFAULT_PAGE_SIZES
+    )
+    for number in count():
+        if time.monotonic() >= deadline:
+            return
+        cell = cells[number % len(cells)]
+        yield Job(
+            target=cell.target,
+            source=cell.source,
+            plan=WalkPlan(sizes, hybrid=cell.hybrid),
+            # A seed of its own for each burst, the same in every campaign with this plan's seed.
+            seed=plan.seed * 1_000_003 + number,
+            programs=BURST_PROGRAMS[cell.source],
+        )
+
+
+def _row(rows: dict[tuple[str, str], Row], job: Job) -> Row:
+    machine = Cell(job.target, job.plan.hybrid, job.source).machine
+    return rows.setdefault((machine, job.source), Row(machine, job.source))
+
+
+def _last_words(died: Died) -> Burst:
+    """A burst that ended with the worker's death: the finding is all that is left of it."""
+    burst = Burst()
+    if died.geometry is not None:
+        burst.tally = Tally(programs=1, steps=len(died.program))
+        burst.geometries.add(died.geometry)
+        burst.failures.append((0, died.geometry, died.program, died.violation))
+    return burst
+
+
+def _keep_shortest(
+    findings: dict[tuple[str, str], Finding], plan: Plan, job: Job, burst: Burst
+) -> None:
+    order = variants(plan.target).index
+    for _, geometry, program, violation in burst.failures:
+        known = findings.get(violation.signature)
+        if known is None or (order(job.target), len(program)) < (
+            order(known.target),
+            len(known.program),
+        ):
+            findings[violation.signature] = Finding(
+                job.target, job.source, geometry, program, violation, job.seed
+            )

@@ -1,0 +1,61 @@
+"""Hunting one known fault: how many programs a source needs, and what remains after shrinking.
+
+The measure of the harness's power. Leaves out the faults themselves (`kvcore.targets.faults`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from kvcore.strategies.shrink import shrink
+from kvcore.strategies.sources import SourceName, run_burst
+from kvcore.strategies.walker import WalkPlan
+from kvcore.targets.faults import FAULTS
+from kvcore.targets.registry import open_target
+
+HUNT_PAGE_SIZES = (1, 2, 4, 16)
+
+
+@dataclass(frozen=True, slots=True)
+class Hunt:
+    """``programs`` has one entry a seed: programs up to the finding, None if there was none.
+    ``shrunk_length`` is the longest over seeds; ``laws`` every law that a shrunk program breaks."""
+
+    fault: str
+    source: str
+    programs: list[int | None]
+    shrunk_length: int | None
+    laws: frozenset[str]
+
+    @property
+    def median(self) -> float | None:
+        """Median programs until found; None if half of the seeds or more found nothing."""
+        ordered = sorted(float("inf") if n is None else n for n in self.programs)
+        middle = median(ordered) if ordered else float("inf")
+        return None if middle == float("inf") else middle
+
+
+def hunt(fault: str, source: SourceName, seeds: Sequence[int], limit: int) -> Hunt:
+    """Look for ``fault`` with each seed, up to ``limit`` programs, and shrink what is found."""
+    name = f"fault:{fault}"
+    factory = open_target(name)
+    sizes = tuple(s for s in HUNT_PAGE_SIZES if s > 1 or not FAULTS[fault].paged_only)
+    plan = WalkPlan(sizes)
+    found: list[int | None] = []
+    lengths: list[int] = []
+    laws: frozenset[str] = frozenset()
+    for seed in seeds:
+        burst = run_burst(
+            source, factory, plan, seed=seed, programs=limit, stop_at_first=True, period=1
+        )
+        if not burst.failures:
+            found.append(None)
+            continue
+        before, geometry, program, violation = burst.failures[0]
+        found.append(before + 1)
+        shrunk = shrink(name, geometry, program, violation)
+        lengths.append(len(shrunk.program))
+        laws |= shrunk.violation.laws
+    return Hunt(fault, source, found, max(lengths, default=None), laws)

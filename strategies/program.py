@@ -1,0 +1,94 @@
+"""Whole programs as Hypothesis data: lists of (kind, integers), resolved modulo what is live.
+
+Any sublist is a program too, so that Hypothesis shrinks well; `program_test` makes a property of
+it. It holds no oracle. Leaves out the stateful machine (`kvcore.strategies.machine`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from hypothesis import given
+from hypothesis import strategies as st
+from kvcore.invariants import Run
+from kvcore.models import Geometry
+from kvcore.models.ops import Op
+from kvcore.strategies.machine import CHOICE, RunSink
+from kvcore.strategies.propose import GivenChoices, propose
+from kvcore.strategies.weights import INSIDE, OUTSIDE, kinds_for
+from kvcore.targets.protocol import TargetFactory
+
+LENGTHS = (20, 50)
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """An op not yet resolved: a kind for inside a group, one for outside, and integers."""
+
+    inside: str
+    outside: str
+    values: tuple[int, ...]
+
+    def resolve(self, run: Run) -> Op | None:
+        """The op that this draft names in the run's present state, if any."""
+        kind = self.inside if run.model.group_open else self.outside
+        return propose(kind, run.model, GivenChoices(self.values))
+
+
+def drafts(
+    contract_ops: frozenset[str], *, hybrid: bool, hostile: bool
+) -> st.SearchStrategy[Draft]:
+    """Drafts of the kinds that a contract allows, in proportion to their weights."""
+    weighted: dict[bool, list[str]] = {}
+    for inside in (True, False):
+        table = INSIDE if inside else OUTSIDE
+        kinds = kinds_for(contract_ops, hybrid=hybrid, hostile=hostile, inside=inside)
+        weighted[inside] = [kind for kind in kinds for _ in range(table[kind])]
+    return st.builds(
+        Draft,
+        st.sampled_from(weighted[True]),
+        st.sampled_from(weighted[False]),
+        st.tuples(CHOICE, CHOICE, CHOICE, CHOICE),
+    )
+
+
+def programs(
+    contract_ops: frozenset[str], *, hybrid: bool, hostile: bool
+) -> st.SearchStrategy[list[Draft]]:
+    """Programs of 20 or 50 drafts: lists without a fixed length average six."""
+    draft = drafts(contract_ops, hybrid=hybrid, hostile=hostile)
+    return st.sampled_from(LENGTHS).flatmap(
+        lambda length: st.lists(draft, min_size=length, max_size=length)
+    )
+
+
+def program_test(
+    factory: TargetFactory,
+    geometries: Sequence[Geometry],
+    *,
+    name: str,
+    period: int = 1,
+    sink: RunSink | None = None,
+) -> Callable[[], None]:
+    """A property, ready to be called: every program keeps every law on ``factory``'s targets.
+
+    Set Hypothesis settings on it as on any test. ``name`` must differ between properties.
+    """
+    contract = factory(geometries[0]).contract
+    source = programs(contract.ops, hybrid=geometries[0].hybrid, hostile=bool(contract.hostile))
+
+    def check(geometry: Geometry, program: list[Draft]) -> None:
+        run = Run(factory(geometry), period=period)
+        try:
+            for draft in program:
+                op = draft.resolve(run)
+                if op is not None:
+                    run.step(op)
+            run.finish()
+        finally:
+            if sink is not None:
+                sink(run)
+
+    check.__name__ = check.__qualname__ = name
+    return given(geometry=st.sampled_from(list(geometries)), program=source)(check)

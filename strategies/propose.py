@@ -1,0 +1,345 @@
+"""Turns a kind and a few integers into an op that the model allows: shared by every source.
+
+All three sources choose kinds and integers, each in its own way; what the integers mean is decided
+here, modulo what is live. Holds no oracle: whether an outcome is right is for the model and the
+laws to say. Leaves out the weights of the kinds (`kvcore.strategies.weights`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from kvcore.models import Model, ops
+from kvcore.models.hostile import HOSTILE_CALLS
+from kvcore.models.ops import Form, Op
+from kvcore.models.state import Row
+
+
+class Choices(Protocol):
+    """Where the integers come from."""
+
+    def below(self, bound: int) -> int:
+        """An integer in ``[0, bound)``; ``bound`` is at least 1."""
+        ...
+
+
+class GivenChoices:
+    """Integers given beforehand, each taken modulo what is asked; 0 when they run out."""
+
+    def __init__(self, values: Sequence[int]) -> None:
+        self._values = list(values)
+
+    def below(self, bound: int) -> int:
+        """The next given integer modulo ``bound``."""
+        return self._values.pop(0) % bound if self._values else 0
+
+
+Proposal = Callable[[Model, Choices], Op | None]
+
+
+def propose(kind: str, model: Model, choices: Choices) -> Op | None:
+    """An op of this kind that is allowed now, or None if the integers name none."""
+    op = PROPOSALS[kind](model, choices)
+    return op if op is not None and model.allows(op) else None
+
+
+def _pick_row(model: Model, choices: Choices) -> tuple[int, Row] | None:
+    if not model.rows:
+        return None
+    names = list(model.rows)
+    name = names[choices.below(len(names))]
+    return name, model.rows[name]
+
+
+def _few_pages(model: Model, choices: Choices) -> int:
+    """One to three pages, now and then all that is left or one too many."""
+    number = choices.below(16)
+    left = len(model.full.free)
+    if model.geometry.hybrid:
+        left = min(left, len(model.swa.free))
+    if number == 15:
+        return left + 1
+    return max(1, left) if number == 14 else 1 + number % 3
+
+
+def _few_tokens(model: Model, choices: Choices) -> int:
+    size = model.geometry.page_size
+    pages = _few_pages(model, choices)
+    return max(1, pages * size - choices.below(size))
+
+
+def _span(row: Row, choices: Choices) -> tuple[int, int]:
+    start = choices.below(len(row.pages))
+    return start, start + 1 + choices.below(len(row.pages) - start)
+
+
+def _flag(choices: Choices, wanted: bool) -> bool:
+    return wanted and choices.below(4) == 1
+
+
+def _alloc(model: Model, choices: Choices) -> Op:
+    pages = _few_pages(model, choices)
+    overwrite = _flag(choices, model.contract.overwrite_lent)
+    return ops.Alloc(model.last_name + 1, pages, overwrite)
+
+
+def _extend_new(model: Model, choices: Choices) -> Op:
+    tokens = _few_tokens(model, choices)
+    overwrite = _flag(choices, model.contract.overwrite_lent)
+    return ops.Extend(((model.last_name + 1, tokens),), overwrite)
+
+
+def _extend_more(model: Model, choices: Choices) -> Op | None:
+    picked = _pick_row(model, choices)
+    if picked is None:
+        return None
+    return ops.Extend(((picked[0], _few_tokens(model, choices)),))
+
+
+def _extend_batch(model: Model, choices: Choices) -> Op:
+    parts = [(model.last_name + 1, _few_tokens(model, choices))]
+    if (picked := _pick_row(model, choices)) is not None:
+        parts.append((picked[0], _few_tokens(model, choices)))
+    parts.append((model.last_name + 2, 1 + choices.below(model.geometry.page_size)))
+    return ops.Extend(tuple(parts))
+
+
+def _decode(model: Model, choices: Choices) -> Op | None:
+    picked = _pick_row(model, choices)
+    if picked is None:
+        return None
+    return ops.Decode((picked[0],), _flag(choices, model.contract.overwrite_lent))
+
+
+def _decode_batch(model: Model, choices: Choices) -> Op | None:
+    """Every live row that can go on, from a chosen one on."""
+    able = [name for name in model.rows if model.allows(ops.Decode((name,)))]
+    if not able:
+        return None
+    first = choices.below(len(able))
+    return ops.Decode(tuple(able[first:] + able[:first])[: 1 + choices.below(len(able))])
+
+
+def _swa_tail(model: Model, choices: Choices) -> Op:
+    size = model.geometry.page_size
+    seq, before = model.last_name + 1, 0
+    if choices.below(2) and (picked := _pick_row(model, choices)) is not None:
+        seq, before = picked[0], picked[1].tokens
+    tokens = _few_tokens(model, choices)
+    first_boundary = -before % size
+    boundaries = list(range(first_boundary, tokens + 1, size))
+    if not boundaries or choices.below(4) == 0:
+        return ops.SwaTail(seq, tokens, 0)
+    return ops.SwaTail(seq, tokens, tokens - boundaries[choices.below(len(boundaries))])
+
+
+def _form(allowed: frozenset[Form], choices: Choices) -> Form:
+    forms = sorted(allowed)
+    return forms[choices.below(len(forms))]
+
+
+def _free(model: Model, choices: Choices) -> Op | None:
+    picked = _pick_row(model, choices)
+    if picked is None:
+        return None
+    form = _form(model.contract.free_forms, choices)
+    overwrite = _flag(choices, model.contract.overwrite_deferred)
+    return ops.Free(picked[0], form=form, overwrite=overwrite)
+
+
+def _free_part(model: Model, choices: Choices) -> Op | None:
+    picked = _pick_row(model, choices)
+    if picked is None:
+        return None
+    start, stop = _span(picked[1], choices)
+    form = _form(model.contract.free_forms, choices)
+    overwrite = _flag(choices, model.contract.overwrite_deferred)
+    return ops.Free(picked[0], start, stop, form, overwrite)
+
+
+def _free_swa(model: Model, choices: Choices) -> Op | None:
+    """Any part of a row that has a live peer left."""
+    rows = [(name, row) for name, row in model.rows.items() if any(p.swa for p in row.pages)]
+    if not rows:
+        return None
+    name, row = rows[choices.below(len(rows))]
+    live = [index for index, page in enumerate(row.pages) if page.swa]
+    start = live[choices.below(len(live))]
+    form = _form(model.contract.free_swa_forms, choices)
+    stop = start + 1 + choices.below(len(row.pages) - start)
+    if form in model.contract.live_swa_frees:
+        stop = next((i for i in range(start, stop) if not row.pages[i].swa), stop)
+    overwrite = _flag(choices, model.contract.overwrite_deferred)
+    return ops.FreeSwa(name, start, stop, form, overwrite)
+
+
+def _free_swa_front(model: Model, choices: Choices) -> Op | None:
+    """The pages that slide out of the window: the front of a row."""
+    picked = _pick_row(model, choices)
+    if picked is None:
+        return None
+    pages = picked[1].pages
+    form = _form(model.contract.free_swa_forms, choices)
+    start, stop = 0, 1 + choices.below(len(pages))
+    if form in model.contract.live_swa_frees:
+        start = next((i for i, page in enumerate(pages) if page.swa), 0)
+        dead = (i for i in range(start, len(pages)) if not pages[i].swa)
+        stop = min(max(stop, start + 1), next(dead, len(pages)))
+    return ops.FreeSwa(picked[0], start, stop, form)
+
+
+def _free_full(model: Model, choices: Choices) -> Op | None:
+    spans = [
+        (name, index)
+        for name, row in model.rows.items()
+        for index, page in enumerate(row.pages)
+        if not page.swa
+    ]
+    if not spans:
+        return None
+    name, start = spans[choices.below(len(spans))]
+    pages = model.rows[name].pages
+    stop = start + 1
+    while stop < len(pages) and not pages[stop].swa and choices.below(2):
+        stop += 1
+    form = _form(model.contract.free_forms - {"sparse"}, choices)
+    overwrite = _flag(choices, model.contract.overwrite_deferred)
+    return ops.FreeFull(name, start, stop, form, overwrite)
+
+
+def _begin(model: Model, choices: Choices) -> Op:
+    return ops.GroupBegin()
+
+
+def _end(model: Model, choices: Choices) -> Op:
+    return ops.GroupEnd()
+
+
+def _tombstones(model: Model, *, fresh: bool) -> list[tuple[int, int]]:
+    """(sequence, page) of whole pages without a peer; with ``fresh`` only those whose peer was
+    given up inside the open group."""
+    size = model.geometry.page_size
+    return [
+        (name, index)
+        for name, row in model.rows.items()
+        for index, page in enumerate(row.pages)
+        if not page.swa and page.tokens == size and (not fresh or page.full in model.detached)
+    ]
+
+
+def _recover(model: Model, choices: Choices, *, locked: bool) -> Op | None:
+    fresh = model.group_open and choices.below(4) != 3
+    kept = _tombstones(model, fresh=fresh) or _tombstones(model, fresh=False)
+    if not kept:
+        return None
+    kept_seq, kept_start = kept[choices.below(len(kept))]
+    size = model.geometry.page_size
+    incoming = [
+        (name, index)
+        for name, row in model.rows.items()
+        if name != kept_seq
+        for index, page in enumerate(row.pages)
+        if page.swa and page.tokens == size and page.fully_mapped
+    ]
+    if not incoming:
+        return None
+    seq, start = incoming[choices.below(len(incoming))]
+    one = ops.Recover(kept_seq, seq, locked, 1, kept_start, start)
+    two = ops.Recover(kept_seq, seq, locked, 2, kept_start, start)
+    return two if choices.below(2) and model.allows(two) else one
+
+
+def _recover_locked(model: Model, choices: Choices) -> Op | None:
+    return _recover(model, choices, locked=True)
+
+
+def _recover_unlocked(model: Model, choices: Choices) -> Op | None:
+    return _recover(model, choices, locked=False)
+
+
+def _load_back(model: Model, choices: Choices) -> Op:
+    pages = _few_pages(model, choices)
+    return ops.LoadBack(model.last_name + 1, pages, choices.below(pages + 1))
+
+
+def _load_back_swa(model: Model, choices: Choices) -> Op | None:
+    fresh = model.group_open and choices.below(4) != 3
+    dead = _tombstones(model, fresh=fresh) or _tombstones(model, fresh=False)
+    if not dead:
+        return None
+    name, start = dead[choices.below(len(dead))]
+    return ops.LoadBackSwa(name, start, start + 1)
+
+
+def _retract(model: Model, choices: Choices) -> Op | None:
+    picked = _pick_row(model, choices)
+    if picked is None:
+        return None
+    return ops.Retract(picked[0], max(model.used_backups, default=0) + 1)
+
+
+def _restore(model: Model, choices: Choices) -> Op | None:
+    if not model.backups:
+        return None
+    names = sorted(model.backups)
+    name = names[choices.below(len(names))]
+    whole = ops.Restore(name, model.last_name + 1)
+    if not model.geometry.hybrid or choices.below(3):
+        return whole
+    tokens = len(model.backups[name].full_stamps)
+    tails = range(tokens, -1, -model.geometry.page_size) if tokens else [0]
+    aligned = [tail for tail in tails if (tokens - tail) % model.geometry.page_size == 0]
+    part = ops.Restore(name, model.last_name + 1, aligned[choices.below(len(aligned))])
+    return part if model.allows(part) else whole
+
+
+def _clear(model: Model, choices: Choices) -> Op:
+    return ops.Clear()
+
+
+def _hostile(model: Model, choices: Choices) -> Op | None:
+    calls = sorted(model.contract.hostile)
+    if not calls:
+        return None
+    first = choices.below(len(calls))
+    names = [*model.rows, *model.backups]
+    others = names[choices.below(len(names))] if names else -1
+    ghosts = list(model.ghosts)
+    for call in calls[first:] + calls[:first]:
+        pool = ghosts if call in ("free_again", "free_pending", "map_pending") else names
+        for offset in range(min(len(pool), 4)):
+            at = (choices.below(len(pool)) + offset) % len(pool)
+            op = ops.Hostile(call, pool[at], others)
+            if model.allows(op):
+                return op
+        if HOSTILE_CALLS[call].possible(model, bare := ops.Hostile(call)):
+            return bare
+    return None
+
+
+PROPOSALS: dict[str, Proposal] = {
+    "alloc": _alloc,
+    "extend_new": _extend_new,
+    "extend_more": _extend_more,
+    "extend_batch": _extend_batch,
+    "decode": _decode,
+    "decode_batch": _decode_batch,
+    "swa_tail": _swa_tail,
+    "free": _free,
+    "free_part": _free_part,
+    "free_swa": _free_swa,
+    "free_swa_front": _free_swa_front,
+    "free_full": _free_full,
+    "group_begin": _begin,
+    "group_end": _end,
+    "recover_locked": _recover_locked,
+    "recover_unlocked": _recover_unlocked,
+    "load_back": _load_back,
+    "load_back_swa": _load_back_swa,
+    "retract": _retract,
+    "restore": _restore,
+    "clear": _clear,
+    "hostile": _hostile,
+}
+"""Every kind that a source can ask for."""

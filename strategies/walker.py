@@ -1,0 +1,92 @@
+"""The seeded walker: random programs without Hypothesis, for volume.
+
+Mixes pool sizes and program lengths, since faults at exhaustion hide in large pools and deep ones in
+small ones, and draws new weights for each program. Leaves out the running of programs in bulk
+(`kvcore.strategies.campaign`).
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from itertools import accumulate
+
+from kvcore.models import Geometry, Model
+from kvcore.models.ops import Op
+from kvcore.strategies.propose import propose
+from kvcore.strategies.weights import INSIDE, OUTSIDE, kinds_for
+
+LENGTHS = (20, 50, 50, 200)
+FULL_PAGES = (8, 16, 16, 64)
+ATTEMPTS = 12
+"""How many kinds are tried before the walker gives a step up."""
+
+
+class RandomChoices:
+    """Integers from a seeded generator."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+
+    def below(self, bound: int) -> int:
+        """A uniform integer in ``[0, bound)``."""
+        return int(self._rng.random() * bound)
+
+
+class Walker:
+    """A source of ``length`` random ops."""
+
+    def __init__(self, rng: random.Random, length: int) -> None:
+        self._rng = rng
+        self._left = length
+        self._choices = RandomChoices(rng)
+        self._tables: dict[bool, tuple[list[str], list[int]]] = {}
+
+    def next_op(self, model: Model) -> Op | None:
+        """The next op; None after ``length`` ops, or when nothing proposed is allowed."""
+        if self._left == 0:
+            return None
+        self._left -= 1
+        kinds, cumulative = self._table(model)
+        for _ in range(ATTEMPTS):
+            kind = self._rng.choices(kinds, cum_weights=cumulative)[0]
+            if (op := propose(kind, model, self._choices)) is not None:
+                return op
+        return None
+
+    def _table(self, model: Model) -> tuple[list[str], list[int]]:
+        inside = model.group_open
+        if inside not in self._tables:
+            contract = model.contract
+            kinds = kinds_for(
+                contract.ops,
+                hybrid=model.geometry.hybrid,
+                hostile=bool(contract.hostile),
+                inside=inside,
+            )
+            weights = INSIDE if inside else OUTSIDE
+            drawn = [weights[kind] * self._rng.choice((1, 2, 2, 4)) for kind in kinds]
+            self._tables[inside] = (kinds, list(accumulate(drawn)))
+        return self._tables[inside]
+
+
+@dataclass(frozen=True, slots=True)
+class WalkPlan:
+    """What a walk may vary: page sizes, sorted reuse, and whether there is an SWA side."""
+
+    page_sizes: tuple[int, ...]
+    hybrid: bool = True
+    sorts: tuple[bool, ...] = (False, True)
+
+    def draw(self, rng: random.Random) -> tuple[Geometry, int]:
+        """A geometry and a program length."""
+        full = rng.choice(FULL_PAGES)
+        # Smaller than, equal to, and larger than the full pool.
+        swa = rng.choice((full * 3 // 4, full // 2, full, full + full // 4))
+        geometry = Geometry(
+            page_size=rng.choice(self.page_sizes),
+            full_pages=full,
+            swa_pages=max(2, swa) if self.hybrid else 0,
+            need_sort=rng.choice(self.sorts),
+        )
+        return geometry, rng.choice(LENGTHS)
