@@ -156,6 +156,11 @@ def no_stale_mapping(check: Check) -> list[Clause]:
             right = False
             break
         explained += size - entries.count(0)
+    lent = {page.full for _, page in model.lent_pages()} if model.detached else set()
+    for full in model.detached.keys() - lent:
+        entries = mapping[full * size : (full + 1) * size]
+        right = right and _within(entries, model.detached[full], size)
+        explained += size - entries.count(0)
     if right and len(mapping) - mapping.count(0) == explained + 1 and mapping[-1] == -1:
         return []
     return _stale_entries(model, mapping)
@@ -197,14 +202,14 @@ def _stale_entries(model: Model, mapping: list[int]) -> list[Clause]:
         entries = mapping[full * size : (full + 1) * size]
         page = lent.get(full)
         if page is not None:
-            wrong = not _entries_right(model, page, entries)
+            right = _entries_right(model, page, entries)
             expected = str(_peers_of(page, size)) if page.swa else "no peer"
             what = f"lent full page {full} mapped to {expected}"
         else:
             gone = model.detached.get(full)
-            wrong = any(entries) and (gone is None or not _within(entries, gone, size))
+            right = not any(entries) or (gone is not None and _within(entries, gone, size))
             what = f"full page {full}, which is not lent, mapped to 0"
-        if wrong:
+        if not right:
             swa = tuple(sorted({entry // size for entry in entries if entry > 0}))
             clauses.append(Clause("L4", what, str(entries), (full,), swa))
     return clauses

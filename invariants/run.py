@@ -130,7 +130,7 @@ class Run:
         self._count(op)
         self.program.append(op)
         self._tell(Applying(index, op))
-        outcome = self._perform(op, op.kind, drained=False)
+        outcome = self._perform(op, op.label, drained=False)
         self._tell(Applied(index, op, outcome))
         return outcome
 
@@ -179,7 +179,11 @@ class Run:
         try:
             self.model.accept(op, outcome)
         except Mismatch as mismatch:
-            self._break(list(mismatch.clauses), kind)
+            clauses = list(mismatch.clauses)
+            if op.hostile:
+                # The call should have changed nothing, so the model still tells the right state.
+                clauses += self._broken_clauses(op, outcome, before, drained=drained)
+            self._break(clauses, kind)
         if isinstance(outcome, Lent) and not isinstance(op, ops.LoadBackSwa):
             self._answers += 1
             self._held[self._answers] = outcome.slots
@@ -202,16 +206,21 @@ class Run:
         if not (drained or kind == DRAIN or step % self._every == 0 or failed):
             self._last = None
             return
-        periodic = drained or step % self._period == 0
+        if clauses := self._broken_clauses(op, outcome, before, drained=drained):
+            self._break(clauses, kind)
+
+    def _broken_clauses(
+        self, op: Op, outcome: Outcome, before: View | None, *, drained: bool
+    ) -> list[Clause]:
+        """Check every law that is due now, on a new view."""
+        periodic = drained or len(self.program) % self._period == 0
         self._last = self.target.view(stamps=periodic)
         check = Check(self.model, op, outcome, before, self._last, self._held, drained)
-        due = self._due[(periodic, drained)]
-        clauses: list[Clause] = []
-        for _, form in due:
-            clauses += form(check)
         self._checked[(periodic, drained)] += 1
-        if clauses:
-            self._break(clauses, kind)
+        clauses: list[Clause] = []
+        for _, form in self._due[(periodic, drained)]:
+            clauses += form(check)
+        return clauses
 
     def _settle_tally(self) -> None:
         """Turn the counts of rounds into counts of checks."""

@@ -21,12 +21,14 @@ Possible = Callable[["Model", "Hostile"], bool]
 class HostileCall:
     """``errors``: class names of the documented errors; any one of them is right when a call
     breaks several rules at once. ``possible``: whether the call is wrong in this state.
-    ``values``: whether only value checks (``validate=True``) can see it."""
+    ``values``: whether only value checks (``validate=True``) can see it. ``grouped``: whether the
+    call exists inside a group only."""
 
     what: str
     errors: frozenset[str]
     possible: Possible
     values: bool = True
+    grouped: bool = False
 
 
 def _always(model: Model, op: Hostile) -> bool:
@@ -124,9 +126,14 @@ def _has_backup(model: Model, op: Hostile) -> bool:
 
 
 def _call(
-    what: str, errors: str, possible: Possible = _always, *, values: bool = True
+    what: str,
+    errors: str,
+    possible: Possible = _always,
+    *,
+    values: bool = True,
+    grouped: bool = False,
 ) -> HostileCall:
-    return HostileCall(what, frozenset(errors.split()), possible, values)
+    return HostileCall(what, frozenset(errors.split()), possible, values, grouped)
 
 
 _SLOT = "InvalidSlotError"
@@ -134,7 +141,9 @@ _TWICE = "DoubleFreeError PendingFreeError"
 
 HOSTILE_CALLS: dict[str, HostileCall] = {
     "free_again": _call("free a row that was freed before", _TWICE, _ghost_free),
-    "free_pending": _call("free a row that waits in the open group", _TWICE, _ghost_pending),
+    "free_pending": _call(
+        "free a row that waits in the open group", _TWICE, _ghost_pending, grouped=True
+    ),
     "free_slot_twice": _call("name a slot twice in one free", _TWICE, _slot_named_twice),
     "free_padding": _call("free the padding slot", _SLOT),
     "free_negative": _call("free slot -1", _SLOT),
@@ -157,6 +166,7 @@ HOSTILE_CALLS: dict[str, HostileCall] = {
         "map a full slot that waits in the open group",
         f"{_TWICE} LivePeerError MappingError",
         _pending_and_live_peer,
+        grouped=True,
     ),
     "recover_live": _call(
         "recover onto a slot that has a live peer",
@@ -169,7 +179,9 @@ HOSTILE_CALLS: dict[str, HostileCall] = {
     "decode_dead_page": _call(
         "decode into a page whose peer is gone", "DeadPeerError", _continues_dead_page
     ),
-    "begin_nested": _call("open a group inside a group", "FreeGroupError", _open, values=False),
+    "begin_nested": _call(
+        "open a group inside a group", "FreeGroupError", _open, values=False, grouped=True
+    ),
     "end_unopened": _call(
         "close a group that is not open", "FreeGroupError", _closed, values=False
     ),

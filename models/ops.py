@@ -25,6 +25,11 @@ class Op(
     kind: ClassVar[str] = "op"
     hostile: ClassVar[bool] = False
 
+    @property
+    def label(self) -> str:
+        """What violations call the op: its kind, and for a hostile one the call too."""
+        return self.kind
+
 
 class Alloc(Op, frozen=True, tag="alloc"):
     """A new sequence of ``pages`` whole pages. With ``overwrite`` the caller afterwards scribbles
@@ -176,6 +181,11 @@ class Hostile(Op, frozen=True, tag="hostile"):
     other: int = -1
     kind: ClassVar[str] = "hostile"
     hostile: ClassVar[bool] = True
+
+    @property
+    def label(self) -> str:
+        """What violations call the op."""
+        return f"hostile {self.call}"
 
 
 AnyOp = (

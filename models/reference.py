@@ -257,6 +257,8 @@ class Model:
         row = self.rows[op.incoming]
         incoming = row.span(op.incoming_start, op.incoming_start + op.pages)
         deferred = self.group_open and self.contract.full_side_joins_group
+        given_up = incoming if op.locked else kept
+        self.ghosts[op.incoming if op.locked else op.kept] = tuple(page.full for page in given_up)
         for old, new in zip(kept, incoming, strict=True):
             if op.locked:
                 self.full.release(new.full, deferred=deferred)

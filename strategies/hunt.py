@@ -9,25 +9,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from kvcore.strategies.shrink import shrink
+from kvcore.strategies.shrink import Shrunk, shrink
 from kvcore.strategies.sources import SourceName, run_burst
 from kvcore.strategies.walker import WalkPlan
 from kvcore.targets.faults import FAULTS
 from kvcore.targets.registry import open_target
 
-HUNT_PAGE_SIZES = (1, 2, 4, 16)
-
 
 @dataclass(frozen=True, slots=True)
 class Hunt:
     """``programs`` has one entry a seed: programs up to the finding, None if there was none.
-    ``shrunk_length`` is the longest over seeds; ``laws`` every law that a shrunk program breaks."""
+    ``laws``: every law that a finding breaks; ``shrunk``: what each finding shrank to."""
 
     fault: str
     source: str
     programs: list[int | None]
-    shrunk_length: int | None
     laws: frozenset[str]
+    shrunk: list[Shrunk]
+
+    @property
+    def shrunk_length(self) -> int | None:
+        """Ops of the longest shrunk program."""
+        return max((len(shrunk.program) for shrunk in self.shrunk), default=None)
 
     @property
     def median(self) -> float | None:
@@ -41,10 +44,9 @@ def hunt(fault: str, source: SourceName, seeds: Sequence[int], limit: int) -> Hu
     """Look for ``fault`` with each seed, up to ``limit`` programs, and shrink what is found."""
     name = f"fault:{fault}"
     factory = open_target(name)
-    sizes = tuple(s for s in HUNT_PAGE_SIZES if s > 1 or not FAULTS[fault].paged_only)
-    plan = WalkPlan(sizes)
+    plan = WalkPlan(FAULTS[fault].page_sizes)
     found: list[int | None] = []
-    lengths: list[int] = []
+    shrunk: list[Shrunk] = []
     laws: frozenset[str] = frozenset()
     for seed in seeds:
         burst = run_burst(
@@ -55,7 +57,6 @@ def hunt(fault: str, source: SourceName, seeds: Sequence[int], limit: int) -> Hu
             continue
         before, geometry, program, violation = burst.failures[0]
         found.append(before + 1)
-        shrunk = shrink(name, geometry, program, violation)
-        lengths.append(len(shrunk.program))
-        laws |= shrunk.violation.laws
-    return Hunt(fault, source, found, max(lengths, default=None), laws)
+        laws |= violation.laws
+        shrunk.append(shrink(name, geometry, program, violation))
+    return Hunt(fault, source, found, laws, shrunk)

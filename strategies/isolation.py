@@ -29,7 +29,7 @@ def death(program: Sequence[Op], status: int) -> Violation:
         how = f"the process died: signal {number} ({signal.Signals(number).name})"
     else:
         how = f"the process died: exit status {os.waitstatus_to_exitcode(status)}"
-    kind = program[-1].kind if program else "start"
+    kind = program[-1].label if program else "start"
     clause = Clause("bounds", "the process lives on", how)
     return Violation("bounds", max(0, len(program) - 1), kind, (clause,))
 

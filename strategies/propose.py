@@ -300,6 +300,8 @@ def _clear(model: Model, choices: Choices) -> Op:
 
 def _hostile(model: Model, choices: Choices) -> Op | None:
     calls = sorted(model.contract.hostile)
+    if model.group_open and choices.below(2):
+        calls = [call for call in calls if HOSTILE_CALLS[call].grouped] or calls
     if not calls:
         return None
     first = choices.below(len(calls))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
 import msgspec
 from kvcore.invariants import Verdict
@@ -31,6 +32,10 @@ class Shrunk:
     executions: int
 
 
+PAIRS_UP_TO = 10
+"""Length of the longest program in which pairs of ops are tried."""
+
+
 class NotReproduced(Exception):
     """The program does not break the law on this target any more."""
 
@@ -43,7 +48,7 @@ def shrink(target: str, geometry: Geometry, program: Sequence[Op], violation: Vi
 
 
 class Shrinker:
-    """One shrink. ``execute`` runs a program on a fresh target; ``signature`` is what must break."""
+    """One shrink. ``execute`` runs a program on a fresh target; ``signature`` must break again."""
 
     def __init__(self, execute: Execute, signature: tuple[str, str]) -> None:
         self._execute = execute
@@ -62,6 +67,8 @@ class Shrinker:
             self._simplify()
             self._shrink_pools()
             self._shrink_together()
+            self._merge()
+            self._remove_pairs()
             self._rename()
         assert self._best is not None
         return Shrunk(*self._best, self.executions)
@@ -88,13 +95,19 @@ class Shrinker:
         self.executions += 1
         verdict = self._execute(geometry, program)
         found = verdict.violation
-        if found is None or found.signature != self._signature:
+        if found is None or not self._same(found):
             return False
         if self._best is not None and not self._smaller(geometry, verdict.program):
             return False
         self._best = (geometry, verdict.program, found)
         self._tried.add((geometry, verdict.program))
         return True
+
+    def _same(self, found: Violation) -> bool:
+        """The same op breaks the same law; a smaller program may break another one besides, after
+        which the violation is then named."""
+        law, label = self._signature
+        return law in found.laws and found.op_kind == label
 
     def _smaller(self, geometry: Geometry, program: Program) -> bool:
         """Whether this says less than the best so far. A run gives everything back at its end, so
@@ -129,7 +142,8 @@ class Shrinker:
         """Simpler arguments, op by op, each accepted if it still fails."""
         at = 0
         while at < len(self._program):
-            for simpler in _simpler(self._program[at]):
+            names = _names(self._program[:at])
+            for simpler in _simpler(self._program[at], self._geometry.page_size, names):
                 program = self._program
                 if at < len(program) and self._fails(
                     self._geometry, (*program[:at], simpler, *program[at + 1 :])
@@ -172,6 +186,23 @@ class Shrinker:
             less = _less(self._geometry, pages, min(swa, pages))
             if shorter is not None and less:
                 yield less, (*program[:at], shorter, *program[at + 1 :])
+
+    def _merge(self) -> None:
+        """Two extends of one row become one."""
+        at = 0
+        while at < len(self._program):
+            if not any(self._fails(self._geometry, p) for p in _merged(self._program, at)):
+                at += 1
+
+    def _remove_pairs(self) -> None:
+        """Two ops at once, where neither can go alone: only in short programs."""
+        if len(self._program) > PAIRS_UP_TO:
+            return
+        for first, second in combinations(range(len(self._program)), 2):
+            program = self._program
+            rest = tuple(op for at, op in enumerate(program) if at not in (first, second))
+            if second < len(program) and self._fails(self._geometry, rest):
+                return
 
     def _rename(self) -> None:
         """Number sequences and backups from 1 in order of appearance."""
@@ -220,10 +251,50 @@ def _shorter(op: Op, pages: int, size: int) -> Op | None:
             return None
 
 
-def _simpler(op: Op) -> Iterator[Op]:
-    """Variants of ``op`` that say less, simplest first."""
+def _merged(program: Program, at: int) -> Iterator[Program]:
+    """The program with the extend at ``at`` taking in a later extend of the same row."""
+    first = program[at]
+    if not isinstance(first, ops.Extend) or len(first.parts) != 1:
+        return
+    seq, tokens = first.parts[0]
+    for later in range(at + 1, len(program)):
+        second = program[later]
+        match second:
+            case ops.Extend(parts=((name, more),)) if name == seq:
+                pass
+            case ops.Decode(seqs=(name,)) if name == seq:
+                more = 1
+            case _:
+                continue
+        both = ops.Extend(((seq, tokens + more),))
+        yield (*program[:at], both, *program[at + 1 : later], *program[later + 1 :])
+        yield (*program[:at], *program[at + 1 : later], both, *program[later + 1 :])
+
+
+def _names(program: Program) -> list[int]:
+    """The rows that ``program`` starts, latest first."""
+    names: list[int] = []
+    for op in program:
+        match op:
+            case ops.Extend():
+                names += [seq for seq, _ in op.parts]
+            case ops.Alloc() | ops.SwaTail() | ops.LoadBack() | ops.Restore():
+                names.append(op.seq)
+    return list(dict.fromkeys(reversed(names)))
+
+
+def _simpler(op: Op, size: int, names: Sequence[int]) -> Iterator[Op]:
+    """Variants of ``op`` that say less, simplest first. ``size`` is the page size; ``names`` are
+    the rows started before, latest first."""
     replace = msgspec.structs.replace
     match op:
+        case ops.Restore():
+            # A row like any other, if what it holds does not matter; then its retraction can go.
+            yield ops.Extend(((op.seq, 1),))
+            yield ops.Extend(((op.seq, size),))
+            yield ops.Extend(((op.seq, 2 * size),))
+            if op.tail is not None:
+                yield replace(op, tail=None)
         case ops.Extend():
             for index in range(len(op.parts)):
                 if len(op.parts) > 1:
@@ -237,8 +308,13 @@ def _simpler(op: Op) -> Iterator[Op]:
                 if len(op.seqs) > 1:
                     yield replace(op, seqs=op.seqs[:index] + op.seqs[index + 1 :])
         case ops.SwaTail():
+            yield ops.Extend(((op.seq, op.tokens),))
             for fewer in _fewer(op.tokens):
                 yield replace(op, tokens=fewer, tail=max(0, op.tail - (op.tokens - fewer)))
+        case ops.Hostile():
+            for name in names[:4]:
+                if name != op.seq:
+                    yield replace(op, seq=name)
         case ops.Recover():
             if op.pages > 1:
                 yield replace(op, pages=1)
@@ -253,6 +329,7 @@ def _simpler(op: Op) -> Iterator[Op]:
             if op.start == 0 and op.stop is not None and op.stop > 1:
                 yield replace(op, stop=1)
         case ops.LoadBack():
+            yield ops.Extend(((op.seq, op.pages * size),))
             for fewer in _fewer(op.pages):
                 yield replace(op, pages=fewer, swa_pages=min(fewer, op.swa_pages))
         case ops.Alloc():
@@ -265,10 +342,10 @@ def _simpler(op: Op) -> Iterator[Op]:
                 yield replace(op, start=0, stop=None if op.stop is None else op.stop - op.start)
             if op.form != "slots":
                 yield replace(op, form="slots")
-        case _:
-            return
-    if isinstance(op, ops.Alloc | ops.Extend | ops.Decode | ops.Free | ops.FreeSwa | ops.FreeFull):
-        if op.overwrite:
+    match op:
+        case ops.Alloc() | ops.Extend() | ops.Decode() if op.overwrite:
+            yield replace(op, overwrite=False)
+        case ops.Free() | ops.FreeSwa() | ops.FreeFull() if op.overwrite:
             yield replace(op, overwrite=False)
 
 
@@ -301,8 +378,11 @@ def _renumber(program: Program) -> Program:
                 return replace(op, seq=row(op.seq), backup=backup(op.backup))
             case ops.Restore():
                 return replace(op, backup=backup(op.backup), seq=row(op.seq))
-            case ops.GroupBegin() | ops.GroupEnd() | ops.Clear() | ops.Hostile():
-                return op
+            case ops.Hostile():
+                names = backups if op.call == "restore_short" else rows
+                return replace(
+                    op, seq=names.get(op.seq, op.seq), other=rows.get(op.other, op.other)
+                )
             case (
                 ops.Alloc()
                 | ops.SwaTail()
@@ -316,6 +396,4 @@ def _renumber(program: Program) -> Program:
             case _:
                 return op
 
-    if any(isinstance(op, ops.Hostile) for op in program):
-        return program
     return tuple(one(op) for op in program)

@@ -1,7 +1,7 @@
 """One burst of a source on a target: so many programs, tallied, with what they found.
 
-The three sources under one call, for campaigns and for the ledger of faults. Leaves out how bursts are
-spread over time and workers (`kvcore.strategies.campaign`).
+The three sources under one call, for campaigns and for the ledger of faults. Leaves out how bursts
+are spread over time and workers (`kvcore.strategies.campaign`).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def run_burst(
     period: int = PERIOD,
     listeners: Sequence[Listener] = (),
 ) -> Burst:
-    """Run ``programs`` programs of ``source``; with ``stop_at_first`` only up to the first finding."""
+    """Run ``programs`` programs of ``source``, or fewer if it is to ``stop_at_first`` finding."""
     burst = Burst()
     rng = random.Random(seed)
     if source == "walker":

@@ -1,7 +1,7 @@
 """The seeded walker: random programs without Hypothesis, for volume.
 
-Mixes pool sizes and program lengths, since faults at exhaustion hide in large pools and deep ones in
-small ones, and draws new weights for each program. Leaves out the running of programs in bulk
+Mixes pool sizes and program lengths, since faults at exhaustion hide in large pools and deep ones
+in small ones, and draws new weights for each program. Leaves out the running of programs in bulk
 (`kvcore.strategies.campaign`).
 """
 

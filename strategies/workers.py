@@ -1,8 +1,8 @@
-"""Worker processes for campaigns: each takes jobs, and a death is reported with the program it ran.
+"""Worker processes for campaigns: each takes jobs; a death is reported with the program it ran.
 
-Where the target may kill the process, a worker writes every op to a journal file before applying it;
-after a death the journal holds the program up to and including the op that did it. Leaves out what
-the jobs are for (`kvcore.strategies.campaign`).
+Where the target may kill the process, a worker writes every op to a journal before applying it, so
+that after a death the journal holds the program up to and including the op that did it. Leaves out
+what the jobs are for (`kvcore.strategies.campaign`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """kvcore's own allocators as targets, under the widest contract.
 
-Covers the hybrid allocator and, for a geometry without an SWA side, the single-pool ones. Leaves out
-faulty variants (`kvcore.targets.faults`), which pass their own allocator and pool classes in here.
+Covers the hybrid allocator and, for a geometry without an SWA side, the single-pool ones. Leaves
+out faulty variants (`kvcore.targets.faults`), which pass their own classes in here.
 """
 
 from __future__ import annotations
@@ -37,6 +37,13 @@ def batch_tensors(lengths: list[int], device: torch.device) -> tuple[torch.Tenso
     """Row lengths as the field passes them: on the device and on the host, int64."""
     host = torch.tensor(lengths, dtype=torch.int64)
     return host.to(device), host
+
+
+def all_free(side: SinglePoolAllocator) -> torch.Tensor:
+    """Page ids in every free container of one pool."""
+    if not side.need_sort:
+        return side.free_pages
+    return torch.cat([side.free_pages, side.release_pages])
 
 
 AllocatorT = TypeVar("AllocatorT", bound=BaseTokenToKVPoolAllocator)
@@ -139,7 +146,7 @@ class SingleDialect(CoreDialect[SinglePoolAllocator]):
 
     def free_pages(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Free list and release list."""
-        free = torch.cat([self.allocator.free_pages, self.allocator.release_pages])
+        free = all_free(self.allocator)
         return free, free[:0]
 
     def mapping(self) -> torch.Tensor:
@@ -192,10 +199,7 @@ class HybridDialect(CoreDialect[SWATokenToKVPoolAllocator]):
     def free_pages(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Free list and release list of each side."""
         full, swa = self.allocator.full_attn_allocator, self.allocator.swa_attn_allocator
-        return (
-            torch.cat([full.free_pages, full.release_pages]),
-            torch.cat([swa.free_pages, swa.release_pages]),
-        )
+        return all_free(full), all_free(swa)
 
     def mapping(self) -> torch.Tensor:
         """`full_to_swa_index_mapping`."""

@@ -276,8 +276,10 @@ class AllocatorTarget:
         incoming = self._span(op.incoming, op.incoming_start, op.incoming_start + op.pages)
         if op.locked:
             attempt(self._dialect.recover, self._tensor(kept), self._tensor(incoming))
+            self._ghosts[op.incoming] = incoming
         else:
             attempt(self._dialect.replace, self._tensor(kept))
+            self._ghosts[op.kept] = kept
             at = op.kept_start * size
             self._rows[op.kept][at : at + len(kept)] = incoming
         row = self._rows[op.incoming]

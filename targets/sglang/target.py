@@ -1,4 +1,4 @@
-"""Released SGLang allocators as targets: their calls, and the contract of their callers, by release.
+"""Released SGLang allocators as targets: their calls, and their callers' contract, by release.
 
 The contract says how the engine's own code uses each release, so that a finding is never a caller's
 fault: no recovery of locked values before 0.5.15, whole rows in `free`, and from 0.5.20 on live

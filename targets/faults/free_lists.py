@@ -1,0 +1,127 @@
+"""Faults of the free lists: pages that enter them twice, the padding page, and lent views of them.
+
+kvcore's free list refuses more pages than there are, which in small pools would turn a page too
+many into an error and hide the law that broke. `UncountedFreeList` has no such check, as the
+field's lists have none; faults that give a page too many are built on it. Leaves out free groups
+(`kvcore.targets.faults.groups`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+
+from kvcore import (
+    PagedTokenToKVPoolAllocator,
+    SWATokenToKVPoolAllocator,
+    TokenToKVPoolAllocator,
+)
+from kvcore.allocator import SinglePoolAllocator
+from kvcore.free_list import FreeList
+
+
+class UncountedFreeList(FreeList):
+    """A free list that nobody counts: pages for which there is no place are dropped."""
+
+    def give(self, pages: torch.Tensor) -> None:
+        """Put back as many as there is place for."""
+        super().give(pages[: self._capacity - self.num_pages])
+
+
+class UncountedTokenSide(TokenToKVPoolAllocator):
+    """A side of single slots on an uncounted free list."""
+
+    def _make_free_list(self) -> FreeList:
+        return UncountedFreeList(
+            self.num_pages, self._index_device, need_sort=self.need_sort, newest_first=False
+        )
+
+
+class UncountedPagedSide(PagedTokenToKVPoolAllocator):
+    """A side of larger pages on an uncounted free list."""
+
+    def _make_free_list(self) -> FreeList:
+        return UncountedFreeList(
+            self.num_pages, self._index_device, need_sort=self.need_sort, newest_first=True
+        )
+
+
+class UncountedHybrid(SWATokenToKVPoolAllocator):
+    """Right in every law; its sides are uncounted. Variants may name other classes for them."""
+
+    token_side: ClassVar[type[TokenToKVPoolAllocator]] = UncountedTokenSide
+    paged_side: ClassVar[type[PagedTokenToKVPoolAllocator]] = UncountedPagedSide
+
+    def _make_side(self, size: int, kvcache: Any, name: str) -> SinglePoolAllocator:
+        rest = (self.dtype, self.device, kvcache, self.need_sort)
+        if self.page_size == 1:
+            return self.token_side(size, *rest, validate=self.validate, pool_name=name)
+        return self.paged_side(size, self.page_size, *rest, validate=self.validate, pool_name=name)
+
+
+class SegmentFreesPadding(UncountedHybrid):
+    """The segment form reads one entry a page and skips the filter of unmapped ones: page 0, which
+    means "no peer", enters the SWA free list (sglang#38519)."""
+
+    def _free_swa_segments(self, indices: list[torch.Tensor]) -> None:
+        full_pages = self.full_attn_allocator.pages_of_segments(indices)
+        peers = self._peer_pages(full_pages)
+        self._clear_pages(full_pages)
+        self.swa_attn_allocator.give_pages(peers)
+
+
+class DoubleFreeSilent(UncountedHybrid):
+    """With page size 1 no check looks for slots that are free already (sglang#40305). Larger pages
+    are checked, and so is a slot named twice in one call."""
+
+    def _check_free(self, operation: str, slots: torch.Tensor) -> None:
+        ledger = self.full_attn_allocator.ledger
+        if self.page_size > 1 or ledger is None:
+            super()._check_free(operation, slots)
+        else:
+            ledger.require_in_pool(operation, slots)
+            ledger.require_distinct_pages(operation, slots)
+
+
+class PagePerSlotSide(UncountedPagedSide):
+    """A side that frees a page once for every slot of it that is named."""
+
+    def pages_of(self, slots: torch.Tensor) -> torch.Tensor:
+        """One page a slot."""
+        return slots // self.page_size
+
+
+class OnePageNamedTwice(UncountedHybrid):
+    """A page that one free names several times enters the free list several times, and with page
+    size 1 nothing refuses it either (vllm#42571)."""
+
+    paged_side = PagePerSlotSide
+
+    def _check_free(self, operation: str, slots: torch.Tensor) -> None:
+        self._check_lent(operation, slots)
+
+
+class LendingViews(FreeList):
+    """A free list that lends a view of its own storage."""
+
+    @staticmethod
+    def _owned(pages: torch.Tensor) -> torch.Tensor:
+        return pages
+
+
+class ViewLendingSide(TokenToKVPoolAllocator):
+    """A side of single slots that lends views."""
+
+    def _make_free_list(self) -> FreeList:
+        return LendingViews(
+            self.num_pages, self._index_device, need_sort=self.need_sort, newest_first=False
+        )
+
+
+class LentViewOverwritten(UncountedHybrid):
+    """`alloc` answers with a view of the free list, which the next free rewrites under the caller.
+    Needs page size 1, where pages are slots and nothing is computed from them."""
+
+    token_side = ViewLendingSide
+    paged_side = PagedTokenToKVPoolAllocator
