@@ -147,6 +147,9 @@ def no_stale_mapping(check: Check) -> list[Clause]:
     if not model.geometry.hybrid:
         return []
     size = model.geometry.page_size
+    length = model.geometry.full_size + size + 1
+    if len(mapping) != length:
+        return [Clause("L4", f"a mapping of {length} entries", f"{len(mapping)} entries")]
     explained = 0
     right = True
     for _, page in model.lent_pages():

@@ -18,7 +18,7 @@ from kvcore.invariants.plain import PLAIN
 from kvcore.invariants.tally import Tally
 from kvcore.invariants.vectorised import VECTORISED
 from kvcore.models import Clause, Done, Lent, Mismatch, Model, Outcome, Violation, ops
-from kvcore.models.ops import Op
+from kvcore.models.ops import Form, Op
 from kvcore.models.outcomes import Raised, Refused
 from kvcore.models.trace import Header, new_header
 from kvcore.targets.protocol import Target, View
@@ -138,7 +138,9 @@ class Run:
         """Give everything back, as ops of the program; then lend everything once, give it back
         again, and check that the pools are as new. Raises `LawBroken`."""
         for op in self._closing_ops():
-            self.step(op)
+            done = self.step(op)
+            if isinstance(done, Skipped):
+                raise ValueError(f"the contract of {self.target.name} lends, but {done.why}")
         for op in self._probing_ops(self.model.last_name + 1):
             if self.model.why_not(op) is None:
                 self._perform(op, DRAIN, drained=False)
@@ -149,19 +151,18 @@ class Run:
         self.target.close()
 
     def _closing_ops(self) -> Iterator[Op]:
+        """Ops that end the group and free every row, as the target's callers would."""
         if self.model.group_open:
             yield ops.GroupEnd()
+        contract = self.model.contract
+        form: Form = "slots" if "slots" in contract.free_forms else min(contract.free_forms)
+        apart = form in contract.live_frees and self.model.geometry.hybrid
         while self.model.rows:
             seq, row = next(iter(self.model.rows.items()))
-            live = row.pages[0].swa != 0 or not self.model.geometry.hybrid
-            if live or "slots" not in self.model.contract.live_frees:
-                same = len(row.pages)
-                if "slots" in self.model.contract.live_frees:
-                    same = next((i for i, page in enumerate(row.pages) if not page.swa), same)
-                yield ops.Free(seq, 0, same)
-            else:
-                dead = next((i for i, page in enumerate(row.pages) if page.swa), len(row.pages))
-                yield ops.FreeFull(seq, 0, dead)
+            live = row.pages[0].swa != 0
+            run = (i for i, page in enumerate(row.pages) if apart and (page.swa != 0) != live)
+            stop = next(run, len(row.pages))
+            yield ops.FreeFull(seq, 0, stop) if apart and not live else ops.Free(seq, 0, stop, form)
 
     def _probing_ops(self, seq: int) -> Iterator[Op]:
         """Law L7 by deed: all that is said to be free can be lent, and then no page more."""
@@ -203,7 +204,8 @@ class Run:
     ) -> None:
         step = len(self.program)
         failed = isinstance(outcome, Refused | Raised)
-        if not (drained or kind == DRAIN or step % self._every == 0 or failed):
+        asked = failed or isinstance(op, ops.GroupEnd)
+        if not (drained or kind == DRAIN or step % self._every == 0 or asked):
             self._last = None
             return
         if clauses := self._broken_clauses(op, outcome, before, drained=drained):

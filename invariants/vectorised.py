@@ -8,6 +8,7 @@ holds every entry against the plain form of the same law.
 from __future__ import annotations
 
 import torch
+
 from kvcore.invariants.check import Check, LawForm
 from kvcore.models import Clause, Model
 from kvcore.models.state import NO_PEER, UNKNOWN, Page, Side
@@ -144,6 +145,9 @@ def no_stale_mapping(check: Check) -> list[Clause]:
         return []
     _, _, mapping = check.after.tensors()
     size = model.geometry.page_size
+    length = model.geometry.full_size + size + 1
+    if mapping.numel() != length:
+        return [Clause("L4", f"a mapping of {length} entries", f"{mapping.numel()} entries")]
     exact, other = _mapping_of_rows(model, mapping.numel(), mapping.device)
     wrong = (mapping != exact) & (mapping != other)
     clauses: list[Clause] = []

@@ -7,6 +7,7 @@ caller's fault and never runs. `kvcore`'s own contract is the widest.
 from __future__ import annotations
 
 import msgspec
+
 from kvcore.models.ops import OP_KINDS, Form
 
 ALL_FORMS: frozenset[Form] = frozenset(("slots", "sparse", "segment", "segments"))

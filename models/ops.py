@@ -8,13 +8,18 @@ Pages are counted within a sequence's row (0 is its first page). What an op may 
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
 Form = Literal["slots", "sparse", "segment", "segments"]
 """How a free names its pages: every lent slot, one slot a page in reverse order, as a segment
 of the row with its start position, or as two such segments in one call."""
+
+Name = int
+"""A sequence or a backup; -1 is nobody."""
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**31)]
+"""Tokens, pages, or a page's place in its row; the bounds hold where a trace is read."""
 
 
 class Op(
@@ -35,8 +40,8 @@ class Alloc(Op, frozen=True, tag="alloc"):
     """A new sequence of ``pages`` whole pages. With ``overwrite`` the caller afterwards scribbles
     over the tensor that it was handed (law L8)."""
 
-    seq: int
-    pages: int
+    seq: Name
+    pages: Count
     overwrite: bool = False
     kind: ClassVar[str] = "alloc"
 
@@ -44,7 +49,7 @@ class Alloc(Op, frozen=True, tag="alloc"):
 class Extend(Op, frozen=True, tag="extend"):
     """One batch of prefills: each part is (sequence, new tokens); an unknown name starts a row."""
 
-    parts: tuple[tuple[int, int], ...]
+    parts: tuple[tuple[Name, Count], ...]
     overwrite: bool = False
     kind: ClassVar[str] = "extend"
 
@@ -52,7 +57,7 @@ class Extend(Op, frozen=True, tag="extend"):
 class Decode(Op, frozen=True, tag="decode"):
     """One token more for each sequence of the batch."""
 
-    seqs: tuple[int, ...]
+    seqs: tuple[Name, ...]
     overwrite: bool = False
     kind: ClassVar[str] = "decode"
 
@@ -60,9 +65,9 @@ class Decode(Op, frozen=True, tag="decode"):
 class SwaTail(Op, frozen=True, tag="swa_tail"):
     """Extend one row by ``tokens``, with SWA slots for the last ``tail`` of them only."""
 
-    seq: int
-    tokens: int
-    tail: int
+    seq: Name
+    tokens: Count
+    tail: Count
     kind: ClassVar[str] = "swa_tail"
 
 
@@ -70,9 +75,9 @@ class Free(Op, frozen=True, tag="free"):
     """Pages ``[start, stop)`` of the row leave it, both sides; ``stop`` None is the row's end.
     With ``overwrite`` the caller scribbles over the tensor after the call (law L8)."""
 
-    seq: int
-    start: int = 0
-    stop: int | None = None
+    seq: Name
+    start: Count = 0
+    stop: Count | None = None
     form: Form = "slots"
     overwrite: bool = False
     kind: ClassVar[str] = "free"
@@ -81,9 +86,9 @@ class Free(Op, frozen=True, tag="free"):
 class FreeSwa(Op, frozen=True, tag="free_swa"):
     """The SWA peers of pages ``[start, stop)`` are released; the full slots stay in the row."""
 
-    seq: int
-    start: int = 0
-    stop: int | None = None
+    seq: Name
+    start: Count = 0
+    stop: Count | None = None
     form: Form = "slots"
     overwrite: bool = False
     kind: ClassVar[str] = "free_swa"
@@ -92,9 +97,9 @@ class FreeSwa(Op, frozen=True, tag="free_swa"):
 class FreeFull(Op, frozen=True, tag="free_full"):
     """Pages ``[start, stop)``, whose peers are gone, leave the row: the full side alone."""
 
-    seq: int
-    start: int = 0
-    stop: int | None = None
+    seq: Name
+    start: Count = 0
+    stop: Count | None = None
     form: Form = "slots"
     overwrite: bool = False
     kind: ClassVar[str] = "free_full"
@@ -119,12 +124,12 @@ class Recover(Op, frozen=True, tag="recover"):
     on the full side. Otherwise the incoming slots replace the kept ones, which are freed.
     """
 
-    kept: int
-    incoming: int
+    kept: Name
+    incoming: Name
     locked: bool
-    pages: int = 1
-    kept_start: int = 0
-    incoming_start: int = 0
+    pages: Count = 1
+    kept_start: Count = 0
+    incoming_start: Count = 0
     kind: ClassVar[str] = "recover"
 
 
@@ -132,9 +137,9 @@ class LoadBack(Op, frozen=True, tag="load_back"):
     """Host copy to fresh slots: a new row of ``pages``, SWA peers for the last ``swa_pages`` of
     them, taken from each side alone and joined by raw mapping writes."""
 
-    seq: int
-    pages: int
-    swa_pages: int
+    seq: Name
+    pages: Count
+    swa_pages: Count
     kind: ClassVar[str] = "load_back"
 
 
@@ -142,17 +147,17 @@ class LoadBackSwa(Op, frozen=True, tag="load_back_swa"):
     """The SWA value of tombstoned pages ``[start, stop)`` comes back from host memory: fresh SWA
     slots and a raw mapping write over full slots that never left."""
 
-    seq: int
-    start: int = 0
-    stop: int | None = None
+    seq: Name
+    start: Count = 0
+    stop: Count | None = None
     kind: ClassVar[str] = "load_back_swa"
 
 
 class Retract(Op, frozen=True, tag="retract"):
     """Copy the row's KV to host memory under the name ``backup``, then free the row."""
 
-    seq: int
-    backup: int
+    seq: Name
+    backup: Name
     kind: ClassVar[str] = "retract"
 
 
@@ -160,9 +165,9 @@ class Restore(Op, frozen=True, tag="restore"):
     """Bring ``backup`` into new slots as row ``seq``; with ``tail`` only the last ``tail`` tokens
     get SWA slots. The backup is used up."""
 
-    backup: int
-    seq: int
-    tail: int | None = None
+    backup: Name
+    seq: Name
+    tail: Count | None = None
     kind: ClassVar[str] = "restore"
 
 
@@ -177,8 +182,8 @@ class Hostile(Op, frozen=True, tag="hostile"):
     ``seq`` and ``other`` name sequences where the call needs them."""
 
     call: str
-    seq: int = -1
-    other: int = -1
+    seq: Name = -1
+    other: Name = -1
     kind: ClassVar[str] = "hostile"
     hostile: ClassVar[bool] = True
 

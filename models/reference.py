@@ -188,8 +188,9 @@ class Model:
         pages = self.rows[op.seq].span(op.start, op.stop)
         judge = LendingJudge(self.geometry, self.full, self.swa)
         slots, peers = list(outcome.slots), list(outcome.peers)
-        if not len(slots) == len(peers) == len(pages) * size:
-            self._reject("layout", f"{len(pages) * size} slots", f"{len(slots)} slots")
+        wanted = [page.full * size + offset for page in pages for offset in range(size)]
+        if slots != wanted or len(peers) != len(wanted):
+            self._reject("layout", f"peers of slots {wanted[:8]}", f"of {slots[:8]}")
         found = [
             judge.peer_of(page.full, peers[i * size : (i + 1) * size])
             for i, page in enumerate(pages)

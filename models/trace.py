@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from typing import Annotated
 
 import msgspec
+
 from kvcore.models.geometry import Geometry
 from kvcore.models.hostile import HOSTILE_CALLS
 from kvcore.models.ops import AnyOp, Hostile, Op
@@ -45,7 +46,15 @@ class Trace(msgspec.Struct, frozen=True):
     violation: Violation | None = None
 
 
+class _Prelude(msgspec.Struct):
+    """What every version's header says."""
+
+    format: str
+    version: int
+
+
 _encoder = msgspec.json.Encoder()
+_prelude = msgspec.json.Decoder(_Prelude)
 _header = msgspec.json.Decoder(Header)
 _line = msgspec.json.Decoder(AnyOp | Violation)
 
@@ -88,14 +97,15 @@ def decode_trace(data: bytes, name: str) -> Trace:
 
 def _decode_header(line: bytes, where: str) -> Header:
     try:
-        header = _header.decode(line)
-    except (msgspec.DecodeError, ValueError) as error:
+        # The version first: a later one may well have other fields.
+        prelude = _prelude.decode(line)
+        if prelude.format != FORMAT:
+            raise TraceError(f"{where}: format is {prelude.format!r}, expected {FORMAT!r}")
+        if prelude.version != VERSION:
+            raise TraceError(f"{where}: version is {prelude.version}, this kvcore reads {VERSION}")
+        return _header.decode(line)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise TraceError(f"{where}: no {FORMAT} header: {error}") from None
-    if header.format != FORMAT:
-        raise TraceError(f"{where}: format is {header.format!r}, expected {FORMAT!r}")
-    if header.version != VERSION:
-        raise TraceError(f"{where}: version is {header.version}, this kvcore reads {VERSION}")
-    return header
 
 
 def _decode_body(

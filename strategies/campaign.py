@@ -25,7 +25,7 @@ from kvcore.targets.registry import hybrid_only, may_crash, variants
 DEFAULT_PAGE_SIZES = (1, 2, 4, 16)
 FOREIGN_PAGE_SIZES = (1, 4)
 
-BURST_PROGRAMS: dict[SourceName, int] = {"walker": 12, "machine": 6, "program": 6}
+BURST_PROGRAMS: dict[SourceName, int] = {"walker": 8, "machine": 5, "program": 5}
 TURNS: tuple[SourceName, ...] = ("walker", "machine", "walker", "program", "walker", "walker")
 """Sources in turn: the walker makes the volume."""
 
@@ -150,7 +150,7 @@ def run_campaign(plan: Plan, on_progress: Callable[[Progress], None]) -> Report:
 
 
 def _cells(target: str) -> list[Cell]:
-    kinds = (True,) if hybrid_only(target) else (True, True, True, False)
+    kinds = (True,) if hybrid_only(target) else (True, False, True, True)
     return [
         Cell(variant, hybrid, source)
         for source in TURNS

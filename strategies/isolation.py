@@ -7,6 +7,7 @@ workers are children anyway (`kvcore.strategies.workers`).
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import pickle
 import signal
@@ -34,26 +35,31 @@ def death(program: Sequence[Op], status: int) -> Violation:
     return Violation("bounds", max(0, len(program) - 1), kind, (clause,))
 
 
-def run_program(target: str, geometry: Geometry, program: Sequence[Op]) -> Verdict:
+def run_program(
+    target: str, geometry: Geometry, program: Sequence[Op], *, period: int = 1
+) -> Verdict:
     """Replay by target name: in this process for our own code, in a child for foreign code."""
     if may_crash(target):
-        return replay_isolated(target, geometry, program)
-    return replay(open_target(target), geometry, program)
+        return replay_isolated(target, geometry, program, period=period)
+    return replay(open_target(target), geometry, program, period=period)
 
 
-def replay_isolated(target: str, geometry: Geometry, program: Sequence[Op]) -> Verdict:
+def replay_isolated(
+    target: str, geometry: Geometry, program: Sequence[Op], *, period: int = 1
+) -> Verdict:
     """Replay in a child process; if it dies, that is the verdict."""
     if not hasattr(os, "fork"):
-        return replay(open_target(target), geometry, program)
+        return replay(open_target(target), geometry, program, period=period)
     factory = open_target(target)
     receiving, sending = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(receiving)
+        faulthandler.disable()
         status = 1
         try:
             with os.fdopen(sending, "wb") as out:
-                _tell_verdict(out, factory, geometry, program)
+                _tell_verdict(out, factory, geometry, program, period)
             status = 0
         finally:
             os._exit(status)
@@ -68,14 +74,14 @@ def replay_isolated(target: str, geometry: Geometry, program: Sequence[Op]) -> V
 
 
 def _tell_verdict(
-    out: BinaryIO, factory: TargetFactory, geometry: Geometry, program: Sequence[Op]
+    out: BinaryIO, factory: TargetFactory, geometry: Geometry, program: Sequence[Op], period: int
 ) -> None:
     def tell(event: Event) -> None:
         if isinstance(event, Applying):
             pickle.dump(event.op, out)
             out.flush()
 
-    verdict = replay(factory, geometry, program, listeners=(tell,))
+    verdict = replay(factory, geometry, program, period=period, listeners=(tell,))
     pickle.dump(verdict, out)
 
 

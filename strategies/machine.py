@@ -19,7 +19,9 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
+
 from kvcore.invariants import Run
+from kvcore.invariants.run import Listener
 from kvcore.models import Geometry
 from kvcore.strategies.propose import GivenChoices, propose
 from kvcore.strategies.weights import kinds_for, op_kind_of
@@ -29,9 +31,11 @@ CHOICE = st.integers(0, 2**16 - 1)
 CHOICES = st.tuples(CHOICE, CHOICE, CHOICE, CHOICE, CHOICE)
 
 RULES_INSIDE: dict[str, int] = {
+    "free": 2,
     "free_swa": 5,
     "recover_locked": 5,
     "load_back_swa": 3,
+    "hostile": 4,
     "group_end": 3,
 }
 """Rules a kind inside a group, where not one."""
@@ -48,6 +52,7 @@ class AllocatorMachine(RuleBasedStateMachine):
     factory: ClassVar[TargetFactory]
     period: ClassVar[int]
     sink: ClassVar[RunSink | None]
+    listeners: ClassVar[Sequence[Listener]]
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +67,9 @@ class AllocatorMachine(RuleBasedStateMachine):
 
     def start(self, geometry: Geometry) -> None:
         """Begin with an empty target of ``geometry``."""
-        self._run = Run(type(self).factory(geometry), period=self.period)
+        self._run = Run(
+            type(self).factory(geometry), period=self.period, listeners=type(self).listeners
+        )
 
     def perform(self, kind: str, values: Sequence[int]) -> None:
         """Propose an op of this kind and apply it, if there is one."""
@@ -89,17 +96,20 @@ def machine_for(
     name: str,
     period: int = 1,
     sink: RunSink | None = None,
+    listeners: Sequence[Listener] = (),
 ) -> type[AllocatorMachine]:
     """A machine class for ``factory``, each example on one of ``geometries``.
 
     ``name`` becomes the class's name; it must differ between machines, since Hypothesis keys its
-    database and its derandomised seed by it. ``sink`` is told every finished run.
+    database and its derandomised seed by it. ``sink`` is told every finished run, ``listeners``
+    every event of every run.
     """
     contract = factory(geometries[0]).contract
     hybrid = geometries[0].hybrid
     body: dict[str, Any] = {
         "factory": staticmethod(factory),
         "period": period,
+        "listeners": tuple(listeners),
         "sink": staticmethod(sink) if sink is not None else None,
         "begin": initialize(geometry=st.sampled_from(list(geometries)))(AllocatorMachine.start),
     }

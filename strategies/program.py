@@ -11,7 +11,9 @@ from dataclasses import dataclass
 
 from hypothesis import given
 from hypothesis import strategies as st
+
 from kvcore.invariants import Run
+from kvcore.invariants.run import Listener
 from kvcore.models import Geometry
 from kvcore.models.ops import Op
 from kvcore.strategies.machine import CHOICE, RunSink
@@ -70,6 +72,7 @@ def program_test(
     name: str,
     period: int = 1,
     sink: RunSink | None = None,
+    listeners: Sequence[Listener] = (),
 ) -> Callable[[], None]:
     """A property, ready to be called: every program keeps every law on ``factory``'s targets.
 
@@ -79,7 +82,7 @@ def program_test(
     source = programs(contract.ops, hybrid=geometries[0].hybrid, hostile=bool(contract.hostile))
 
     def check(geometry: Geometry, program: list[Draft]) -> None:
-        run = Run(factory(geometry), period=period)
+        run = Run(factory(geometry), period=period, listeners=listeners)
         try:
             for draft in program:
                 op = draft.resolve(run)

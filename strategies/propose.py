@@ -307,12 +307,12 @@ def _hostile(model: Model, choices: Choices) -> Op | None:
     first = choices.below(len(calls))
     names = [*model.rows, *model.backups]
     others = names[choices.below(len(names))] if names else -1
-    ghosts = list(model.ghosts)
+    ghosts = list(reversed(model.ghosts))
     for call in calls[first:] + calls[:first]:
         pool = ghosts if call in ("free_again", "free_pending", "map_pending") else names
-        for offset in range(min(len(pool), 4)):
-            at = (choices.below(len(pool)) + offset) % len(pool)
-            op = ops.Hostile(call, pool[at], others)
+        start = choices.below(len(pool)) if pool else 0
+        for offset in range(min(len(pool), 8)):
+            op = ops.Hostile(call, pool[(start + offset) % len(pool)], others)
             if model.allows(op):
                 return op
         if HOSTILE_CALLS[call].possible(model, bare := ops.Hostile(call)):

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import combinations
 
 import msgspec
+
 from kvcore.invariants import Verdict
 from kvcore.models import Geometry, Violation, ops
 from kvcore.models.ops import Op
@@ -32,6 +33,12 @@ class Shrunk:
     executions: int
 
 
+SHORT = 30
+"""Length up to which a shrink checks every law at every step, whatever it is after."""
+
+LONG_PERIOD = 16
+"""Steps between checks of the periodic laws in longer programs."""
+
 PAIRS_UP_TO = 10
 """Length of the longest program in which pairs of ops are tried."""
 
@@ -41,10 +48,22 @@ class NotReproduced(Exception):
 
 
 def shrink(target: str, geometry: Geometry, program: Sequence[Op], violation: Violation) -> Shrunk:
-    """Shrink a failing program of the target named ``target``."""
-    return Shrinker(
-        lambda smaller, part: run_program(target, smaller, part), violation.signature
-    ).shrink(geometry, program)
+    """Shrink a failing program of the target named ``target``.
+
+    A search checks the periodic laws now and then only: the first run, which checks them at every
+    step, says where the law really breaks.
+    """
+    located = run_program(target, geometry, program).violation
+    if located is None:
+        raise NotReproduced(f"the program breaks no law on {target}; it broke {violation.law}")
+    rare = located.law == "stamps"
+    shrinker = Shrinker(
+        lambda smaller, part: run_program(
+            target, smaller, part, period=1 if rare or len(part) <= SHORT else LONG_PERIOD
+        ),
+        located.signature,
+    )
+    return shrinker.shrink(geometry, program)
 
 
 class Shrinker:
@@ -312,9 +331,11 @@ def _simpler(op: Op, size: int, names: Sequence[int]) -> Iterator[Op]:
             for fewer in _fewer(op.tokens):
                 yield replace(op, tokens=fewer, tail=max(0, op.tail - (op.tokens - fewer)))
         case ops.Hostile():
-            for name in names[:4]:
-                if name != op.seq:
-                    yield replace(op, seq=name)
+            # No name at all is simplest, then the latest row; never back to an earlier one.
+            if (op.seq, op.other) != (-1, -1):
+                yield replace(op, seq=-1, other=-1)
+            for name in names[: names.index(op.seq) if op.seq in names else 4]:
+                yield replace(op, seq=name)
         case ops.Recover():
             if op.pages > 1:
                 yield replace(op, pages=1)

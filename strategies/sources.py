@@ -13,6 +13,7 @@ from typing import Literal
 
 from hypothesis import seed as hypothesis_seed
 from hypothesis.stateful import run_state_machine_as_test
+
 from kvcore.invariants import LawBroken, Run, Tally, drive
 from kvcore.invariants.run import Listener
 from kvcore.models import Geometry, Violation
@@ -82,10 +83,24 @@ def run_burst(
     settings = search_settings(programs, MACHINE_STEPS)
     try:
         if source == "machine":
-            machine = machine_for(factory, geometries, name=name, period=period, sink=burst.record)
+            machine = machine_for(
+                factory,
+                geometries,
+                name=name,
+                period=period,
+                sink=burst.record,
+                listeners=listeners,
+            )
             run_state_machine_as_test(hypothesis_seed(seed)(machine), settings=settings)
         else:
-            test = program_test(factory, geometries, name=name, period=period, sink=burst.record)
+            test = program_test(
+                factory,
+                geometries,
+                name=name,
+                period=period,
+                sink=burst.record,
+                listeners=listeners,
+            )
             hypothesis_seed(seed)(settings(test))()
     except LawBroken:
         pass

@@ -7,6 +7,7 @@ what the jobs are for (`kvcore.strategies.campaign`).
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import tempfile
@@ -18,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 
 import torch
+
 from kvcore.invariants.run import Applying, Event, Listener
 from kvcore.models import Geometry, Violation
 from kvcore.models.ops import Op
@@ -112,6 +114,8 @@ def do_job(job: Job, journal: Journal | None) -> Burst:
 def _serve(jobs: Connection, journal_path: Path) -> None:
     """A worker's life: jobs in, results out, until None."""
     torch.set_num_threads(1)
+    # The parent tells of a death; a dump of this process's stack would only garble the terminal.
+    faulthandler.disable()
     journal = Journal(journal_path)
     while True:
         try:

@@ -11,14 +11,6 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import torch
-from kvcore.models import Contract, Geometry
-from kvcore.models.hostile import HOSTILE_CALLS
-from kvcore.models.ops import OP_KINDS, Form
-from kvcore.targets.dialect import Dialect, Slots
-from kvcore.targets.driver import AllocatorTarget
-from kvcore.targets.hostile import CoreAllocator, CoreHostility
-from kvcore.targets.pool import Pool, StampedPool, build_pool
-from kvcore.targets.protocol import Answers
 
 from kvcore import (
     BaseTokenToKVPoolAllocator,
@@ -28,6 +20,14 @@ from kvcore import (
     TokenToKVPoolAllocator,
 )
 from kvcore.allocator.single import SinglePoolAllocator
+from kvcore.models import Contract, Geometry
+from kvcore.models.hostile import HOSTILE_CALLS
+from kvcore.models.ops import OP_KINDS, Form
+from kvcore.targets.dialect import Dialect, Slots
+from kvcore.targets.driver import AllocatorTarget
+from kvcore.targets.hostile import CoreAllocator, CoreHostility
+from kvcore.targets.pool import Pool, StampedPool, build_pool
+from kvcore.targets.protocol import Answers
 
 HYBRID_ONLY = frozenset(("swa_tail", "free_swa", "recover", "load_back", "load_back_swa"))
 """Ops that need an SWA side."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
+
 from kvcore.models.ops import Form
 from kvcore.targets.protocol import Answers
 

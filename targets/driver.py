@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+
 from kvcore.models import Contract, Done, Geometry, Lent, Outcome, Raised, Refused, ops
 from kvcore.models.ops import Form, Op
 from kvcore.targets.dialect import Dialect, Slots

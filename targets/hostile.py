@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from kvcore.models import Geometry
-from kvcore.targets.pool import Pool
 
 from kvcore import (
     RetractionBackup,
     SWATokenToKVPoolAllocator,
 )
 from kvcore.allocator.single import SinglePoolAllocator
+from kvcore.models import Geometry
+from kvcore.targets.pool import Pool
 
 Call = Callable[[], object]
 
@@ -156,7 +156,7 @@ class CoreHostility:
         if backup is None:
             raise KeyError("restore_short needs a backup")
         tokens, copy = backup
-        return lambda: copy.restore(self.pool, self._slots([1] * (tokens + 1)))
+        return lambda: copy.restore(self.pool, self._slots([1] * (tokens - 1)))
 
     def _resize(self) -> None:
         if isinstance(self.allocator, SWATokenToKVPoolAllocator):

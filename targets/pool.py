@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from kvcore.models import Geometry
 
 from kvcore import MHATokenToKVPool, RetractionBackup, SWAKVPool
+from kvcore.models import Geometry
 
 FULL_LAYER = 0
 SWA_LAYER = 1

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+
 from kvcore.models import Contract, Geometry, Outcome
 from kvcore.models.ops import Op
 

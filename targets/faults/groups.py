@@ -6,10 +6,10 @@ Leaves out frees outside a group (`kvcore.targets.faults.free_lists`).
 from __future__ import annotations
 
 import torch
-from kvcore.targets.faults.free_lists import UncountedHybrid
 
 from kvcore import SWATokenToKVPoolAllocator
 from kvcore.allocator.arguments import as_index
+from kvcore.targets.faults.free_lists import UncountedHybrid
 
 
 class DeferredPeerLookup(SWATokenToKVPoolAllocator):

@@ -6,10 +6,10 @@ Leaves out free groups (`kvcore.targets.faults.groups`).
 from __future__ import annotations
 
 import torch
-from kvcore.targets.faults.free_lists import UncountedHybrid
 
 from kvcore import SWATokenToKVPoolAllocator
 from kvcore.allocator.arguments import as_index
+from kvcore.targets.faults.free_lists import UncountedHybrid
 
 
 class PageClearsOneSlot(UncountedHybrid):

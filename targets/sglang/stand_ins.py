@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
 from kvcore.targets.sglang.kernels import DOUBLES
 
 KERNEL_MODULES = (

@@ -11,6 +11,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+
+from kvcore import SWAKVPool
 from kvcore.models import Contract, Geometry
 from kvcore.models.ops import OP_KINDS, Form
 from kvcore.targets.core import batch_tensors
@@ -20,8 +22,6 @@ from kvcore.targets.pool import StampedPool, build_pool
 from kvcore.targets.protocol import Answers
 from kvcore.targets.sglang.release import Release
 from kvcore.targets.sglang.stand_ins import BaseSWAKVPool
-
-from kvcore import SWAKVPool
 
 
 class ReleasePool(SWAKVPool, BaseSWAKVPool):

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from kvcore.targets.sglang.kernels import DOUBLES
 from kvcore.targets.sglang.release import OLDEST, Release, ReleaseError, load_release
 from kvcore.targets.sglang.stand_ins import BaseSWAKVPool

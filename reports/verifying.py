@@ -1,0 +1,99 @@
+"""`kvcore verify`: options into a plan, the campaign, and what becomes of its findings.
+
+Leaves out how the campaign runs (`kvcore.strategies.campaign`) and how things look.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from rich.console import Console
+
+from kvcore.models.trace import Trace, new_header
+from kvcore.reports import edge
+from kvcore.reports.edge import BadInput, Status
+from kvcore.reports.layout import messages, output
+from kvcore.reports.playback import watch
+from kvcore.reports.progress import showing
+from kvcore.reports.trace_files import check_directory, replay_command, save_trace
+from kvcore.reports.verify_page import render_report, signature
+from kvcore.reports.violation_page import Whereabouts, render_lost, render_violation
+from kvcore.reports.wording import count
+from kvcore.strategies.campaign import Finding, Plan, default_budget, run_campaign
+from kvcore.strategies.isolation import run_program
+from kvcore.strategies.profiles import PROFILES
+from kvcore.strategies.shrink import NotReproduced, Shrunk, shrink
+from kvcore.targets.registry import open_target
+
+
+def make_plan(
+    target: str,
+    profile: str,
+    page_sizes: tuple[int, ...],
+    seed: int,
+    time_budget: str | None,
+    workers: int | None,
+) -> Plan:
+    """A plan that can be run; raises `BadInput` or `UnknownTarget`."""
+    open_target(target)
+    if profile not in PROFILES:
+        raise BadInput(f"unknown profile {profile!r}; known: {', '.join(PROFILES)}")
+    usual = default_budget(target, profile)
+    for size in page_sizes:
+        edge.at_least(1, size, "--page-size")
+    return Plan(
+        target=target,
+        page_sizes=tuple(dict.fromkeys(page_sizes)),
+        seed=edge.at_least(0, seed, "--seed"),
+        time_budget=usual if time_budget is None else edge.parse_budget(time_budget),
+        workers=edge.at_least(1, workers if workers is not None else _cpus(), "--workers"),
+        profile=profile,
+    )
+
+
+def _cpus() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def run(plan: Plan, traces: Path) -> Status:
+    """Run the campaign, report it, and shrink, save and show each finding."""
+    check_directory(traces)
+    console = output()
+    with showing(messages()) as show:
+        report = run_campaign(plan, show)
+    if report.tally.steps == 0:
+        raise BadInput(f"a time budget of {plan.time_budget:g} s is too short for a single step")
+    render_report(console, report, plan.target)
+    for finding in report.findings:
+        show_finding(console, finding, traces)
+    return Status.VIOLATION if report.findings else Status.CLEAN
+
+
+def show_finding(console: Console, finding: Finding, traces: Path) -> None:
+    """Shrink a finding, save its trace and print the page on it. A finding that does not come back
+    is saved as it was found."""
+    with messages().status(f"shrinking {signature(finding)}"):
+        shrunk = _shrink(finding)
+    kept = shrunk or Shrunk(finding.geometry, finding.program, finding.violation, 0)
+    header = new_header(finding.target, kept.geometry, seed=finding.seed, found_by=finding.source)
+    path = save_trace(Trace(header, kept.program, kept.violation), traces)
+    note = (
+        f"shrunk from {count(len(finding.program), 'op')} in {count(kept.executions, 'execution')}"
+    )
+    where = Whereabouts(str(path), replay_command(path), note)
+    if shrunk is None:
+        render_lost(console, finding.target, finding.violation, where)
+        return
+    verdict = run_program(finding.target, kept.geometry, kept.program)
+    playback = watch(finding.target, kept.geometry, verdict, kept.violation.op_index)
+    render_violation(console, playback, kept.violation, where)
+
+
+def _shrink(finding: Finding) -> Shrunk | None:
+    try:
+        return shrink(finding.target, finding.geometry, finding.program, finding.violation)
+    except NotReproduced:
+        return None

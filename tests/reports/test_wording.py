@@ -1,0 +1,107 @@
+"""Ops, answers and pages read as sentences."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvcore.models import Done, Geometry, Lent, Outcome, Raised, Refused, ops
+from kvcore.models.hostile import HOSTILE_CALLS
+from kvcore.models.ops import OP_KINDS, Op
+from kvcore.reports.wording import answer, arguments, count, pools, ranges, span
+
+
+@pytest.mark.parametrize(
+    ("numbers", "words"),
+    [
+        ([], ""),
+        ([3], "3"),
+        ([3, 4], "3, 4"),
+        ([5, 4, 3], "3-5"),
+        ([1, 2, 3, 5, 7, 8, 8, 9], "1-3, 5, 7-9"),
+        ([0, -1], "-1, 0"),
+    ],
+)
+def test_runs_of_three_or_more_are_drawn_together(numbers: list[int], words: str) -> None:
+    assert ranges(numbers) == words
+
+
+@pytest.mark.parametrize(
+    ("number", "words"), [(0, "0 pages"), (1, "1 page"), (2, "2 pages"), (12345, "12,345 pages")]
+)
+def test_nouns_follow_their_number(number: int, words: str) -> None:
+    assert count(number, "page") == words
+
+
+@pytest.mark.parametrize(
+    ("start", "stop", "words"),
+    [
+        (0, None, "all pages"),
+        (2, None, "pages 2 to the end"),
+        (2, 3, "page 2"),
+        (2, 5, "pages 2-4"),
+    ],
+)
+def test_the_last_page_named_is_part_of_the_span(start: int, stop: int | None, words: str) -> None:
+    assert span(start, stop) == words
+
+
+EXAMPLES: list[tuple[Op, str]] = [
+    (ops.Alloc(1, 2), "sequence 1: 2 pages"),
+    (ops.Alloc(1, 1, overwrite=True), "sequence 1: 1 page; tensor then overwritten"),
+    (ops.Extend(((1, 5), (2, 1))), "sequence 1 +5 tokens, sequence 2 +1 token"),
+    (ops.Decode((1,)), "sequence 1 +1 token"),
+    (ops.Decode((1, 2)), "sequences 1, 2 +1 token"),
+    (ops.SwaTail(1, 8, 4), "sequence 1 +8 tokens, SWA for the last 4"),
+    (ops.Free(1, 1, 2, "sparse"), "sequence 1, page 1, one slot a page"),
+    (
+        ops.Free(1, form="segments", overwrite=True),
+        "sequence 1, all pages, as two segments; tensor then overwritten",
+    ),
+    (ops.FreeSwa(1, 0, 2, "segment"), "sequence 1, pages 0-1, as a segment"),
+    (ops.FreeFull(1, 3), "sequence 1, pages 3 to the end"),
+    (ops.GroupBegin(), ""),
+    (ops.GroupEnd(), ""),
+    (ops.Recover(1, 2, True, 1, 3, 0), "sequence 1 page 3 from sequence 2 page 0, locked"),
+    (ops.Recover(1, 2, False, 2), "sequence 1 pages 0-1 from sequence 2 pages 0-1, unlocked"),
+    (ops.LoadBack(1, 4, 2), "sequence 1: 4 pages, SWA for the last 2"),
+    (ops.LoadBackSwa(1, 1, 3), "sequence 1, pages 1-2"),
+    (ops.Retract(1, 7), "sequence 1 into backup 7"),
+    (ops.Restore(7, 2), "backup 7 as sequence 2"),
+    (ops.Restore(7, 2, 1), "backup 7 as sequence 2, SWA for the last 1 token"),
+    (ops.Clear(), ""),
+    (ops.Hostile("free_padding"), HOSTILE_CALLS["free_padding"].what),
+    (
+        ops.Hostile("map_over_live", 1, 2),
+        f"{HOSTILE_CALLS['map_over_live'].what} (sequence 1, sequence 2)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("op", "words"), EXAMPLES)
+def test_an_op_says_what_it_is_asked_to_do(op: Op, words: str) -> None:
+    assert arguments(op) == words
+
+
+def test_every_kind_of_op_has_an_example_here() -> None:
+    assert {op.kind for op, _ in EXAMPLES} == set(OP_KINDS)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "words"),
+    [
+        (Lent((4, 5, 6, 7, 8), (12, 13, 14, 15, 4)), "full 1, 2; SWA 1, 3"),
+        (Lent((4, 5), (0, 0)), "full 1"),
+        (Lent((4, 5)), "full 1"),
+        (Refused(), "None: no room"),
+        (Done(), "done"),
+        (Raised("DoubleFreeError", "free of page 3"), "raised DoubleFreeError"),
+        (None, "did not return"),
+    ],
+)
+def test_an_answer_names_the_pages_that_were_lent(outcome: Outcome | None, words: str) -> None:
+    assert answer(outcome, Geometry(page_size=4, full_pages=4, swa_pages=4)) == words
+
+
+def test_pools_are_told_in_pages_and_slots() -> None:
+    assert pools(Geometry(4, 16, 12)) == "16 full and 12 SWA pages of 4 slots"
+    assert pools(Geometry(1, 8, need_sort=True)) == "8 full pages of 1 slot, reused in order"
