@@ -117,6 +117,8 @@ def _serve(jobs: Connection, journal_path: Path) -> None:
     # The parent tells of a death; a dump of this process's stack would only garble the terminal.
     faulthandler.disable()
     journal = Journal(journal_path)
+    # Nothing here is ever differentiated; without autograd's bookkeeping a call costs half.
+    torch.inference_mode().__enter__()
     while True:
         try:
             job = jobs.recv()

@@ -69,20 +69,22 @@ class ExtendBatch:
             seq_lens_cpu=batch.seq_lens_cpu,
             last_loc=batch.last_loc,
         )
-        growth = batch.seq_lens_cpu - batch.prefix_lens_cpu
-        if bool((batch.prefix_lens_cpu < 0).any()) or bool((growth < 0).any()):
+        prefixes, lengths = batch.prefix_lens_cpu.numpy(), batch.seq_lens_cpu.numpy()
+        if not (prefixes >= 0).all() or not (prefixes <= lengths).all():
             raise GeometryError(f"{operation}: expected 0 <= prefix_len <= seq_len for every row")
-        if int(growth.sum()) != num_tokens:
+        growth = int(lengths.sum() - prefixes.sum())
+        if growth != num_tokens:
             raise GeometryError(
                 f"{operation}: expected extensions that add up to extend_num_tokens {num_tokens}, "
-                f"got {int(growth.sum())}"
+                f"got {growth}"
             )
         return batch
 
     def num_new_pages(self, page_size: int) -> int:
         """Pages that the whole batch needs beyond those its rows have already begun."""
-        before = _pages_up_to(self.prefix_lens_cpu, page_size)
-        return int((_pages_up_to(self.seq_lens_cpu, page_size) - before).sum())
+        # In numpy: host vectors of a batch are short, and torch costs more to call than to run.
+        before = -(-self.prefix_lens_cpu.numpy() // page_size)
+        return int((-(-self.seq_lens_cpu.numpy() // page_size) - before).sum())
 
     def slots(self, new_pages: torch.Tensor, page_size: int) -> torch.Tensor:
         """Slots of all new tokens in row order, concatenated: int64 `[num_tokens]`.
@@ -146,7 +148,7 @@ class DecodeBatch:
             seq_lens_cpu=batch.seq_lens_cpu,
             last_loc=batch.last_loc,
         )
-        if bool((batch.seq_lens_cpu < 1).any()):
+        if not (batch.seq_lens_cpu.numpy() >= 1).all():
             raise GeometryError(f"{operation}: expected seq_lens of at least 1")
         return batch
 
@@ -162,7 +164,7 @@ class DecodeBatch:
 
     def num_new_pages(self, page_size: int) -> int:
         """Rows whose new token starts a page."""
-        return int((self.prefix_lens_cpu % page_size == 0).sum())
+        return int(((self.seq_lens_cpu.numpy() - 1) % page_size == 0).sum())
 
     def slots(self, new_pages: torch.Tensor, page_size: int) -> torch.Tensor:
         """Slot of each row's new token: int64 `[batch]`."""

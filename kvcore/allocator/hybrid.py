@@ -122,7 +122,9 @@ class HybridAllocator(BaseTokenToKVPoolAllocator):
         self._queued_peers: list[torch.Tensor] = []
         full, swa = self.full_attn_allocator.ledger, self.swa_attn_allocator.ledger
         self._guard = (
-            PeerGuard(full, swa, self._peer_pages) if full is not None and swa is not None else None
+            PeerGuard(full, swa, self._peer_pages, self._index_device)
+            if full is not None and swa is not None
+            else None
         )
         if self._kvcache is not None:
             self._kvcache.register_mapping(self.full_to_swa_index_mapping)

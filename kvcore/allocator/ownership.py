@@ -2,15 +2,19 @@
 
 `PageLedger` keeps one state a page (free, lent, pending in an open group) of one pool, apart from
 the free list, and refuses slots that the call may not name. `PeerGuard` adds the rules about SWA
-peers. Checks read the device and raise before anything changes; without `validate` none of this
-exists.
+peers. Indices come to the host once a call and are judged there, in numpy: one synchronisation
+instead of one for each question. Checks raise before anything changes; without `validate` none of
+this exists.
 
 Left out: checks that need no device read (`kvcore.allocator.arguments`).
 """
 
 import os
 from collections.abc import Callable
+from typing import TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvcore.allocator.batch import DecodeBatch, ExtendBatch
@@ -29,6 +33,15 @@ FREE, LENT, PENDING = 0, 1, 2
 
 _SHOWN_PAGES = 4
 
+Ids: TypeAlias = npt.NDArray[np.int64]
+"""Slots or pages on the host, `[n]`."""
+
+
+def on_host(ids: torch.Tensor) -> Ids:
+    """Ids as numpy; on a CPU the same memory."""
+    host: Ids = ids.cpu().numpy()
+    return host
+
 
 def validate_by_default() -> bool:
     """The default of `validate`: KVCORE_VALIDATE; off if unset, empty, 0, no, false or off."""
@@ -37,22 +50,24 @@ def validate_by_default() -> bool:
 
 
 def refuse(
-    error: type[KVCacheError], operation: str, offenders: torch.Tensor, problem: str, expected: str
+    error: type[KVCacheError], operation: str, offenders: Ids, problem: str, expected: str
 ) -> None:
-    """Raise `error` naming the first few offenders (ids, int64 `[n]`); no-op if there are none."""
-    if offenders.numel() == 0:
+    """Raise `error` naming the first few offenders; no-op if there are none."""
+    if offenders.size == 0:
         return
-    distinct: torch.Tensor = torch.unique(offenders)
+    distinct = np.unique(offenders)
     shown = ", ".join(str(page) for page in distinct[:_SHOWN_PAGES].tolist())
-    more = ", ..." if distinct.numel() > _SHOWN_PAGES else ""
+    more = ", ..." if distinct.size > _SHOWN_PAGES else ""
     raise error(
-        f"{operation}: {problem}: {shown}{more} ({distinct.numel()} in all); expected {expected}"
+        f"{operation}: {problem}: {shown}{more} ({distinct.size} in all); expected {expected}"
     )
 
 
-def _repeated(values: torch.Tensor) -> torch.Tensor:
+def _repeated(values: Ids) -> Ids:
     """Values that occur more than once."""
-    ascending, _ = torch.sort(values)
+    if values.size < 2:
+        return values[:0]
+    ascending = np.sort(values)
     return ascending[1:][ascending[1:] == ascending[:-1]]
 
 
@@ -63,34 +78,33 @@ class PageLedger:
         pool: how messages call the pool, for instance `full` or `SWA`.
         num_pages: pages 1..num_pages can be lent.
         page_size: slots a page.
-        device: device of the index tensors.
     """
 
-    def __init__(self, pool: str, num_pages: int, page_size: int, device: torch.device) -> None:
+    def __init__(self, pool: str, num_pages: int, page_size: int) -> None:
         self.pool = pool
         self.page_size = page_size
-        self._num_pages = num_pages
-        self._state = torch.full((num_pages + 1,), FREE, dtype=torch.uint8, device=device)
+        self.num_pages = num_pages
+        self._state = np.full(num_pages + 1, FREE, dtype=np.uint8)
 
     def reset(self) -> None:
         """Every page is free."""
-        self._state.fill_(FREE)
+        self._state.fill(FREE)
 
     def mark(self, pages: torch.Tensor, state: int) -> None:
         """Record a change of state that has happened."""
-        self._state[pages] = state
+        self._state[on_host(pages)] = state
 
-    def is_lent(self, pages: torch.Tensor) -> torch.Tensor:
-        """Whether each page (0 included) is lent and not pending: bool `[n]`."""
-        return self._state[pages] == LENT
-
-    def every_page(self) -> torch.Tensor:
-        """Ids of all pages but the padding page."""
-        return torch.arange(1, self._num_pages + 1, device=self._state.device)
+    def is_lent(self, pages: Ids) -> npt.NDArray[np.bool_]:
+        """Whether each page (0 included) is lent and not pending: `[n]`."""
+        lent: npt.NDArray[np.bool_] = self._state[pages] == LENT
+        return lent
 
     def require_in_pool(self, operation: str, slots: torch.Tensor) -> None:
         """Raise InvalidSlotError for slots that this pool never lends."""
-        end = (self._num_pages + 1) * self.page_size
+        self._refuse_outside(operation, on_host(slots))
+
+    def _refuse_outside(self, operation: str, slots: Ids) -> None:
+        end = (self.num_pages + 1) * self.page_size
         outside = slots[(slots < self.page_size) | (slots >= end)]
         refuse(
             InvalidSlotError,
@@ -102,11 +116,12 @@ class PageLedger:
 
     def require_readable(self, operation: str, slots: torch.Tensor) -> None:
         """Raise InvalidSlotError for slots that are neither -1, nor padding, nor in the pool."""
-        end = (self._num_pages + 1) * self.page_size
+        end = (self.num_pages + 1) * self.page_size
+        named = on_host(slots)
         refuse(
             InvalidSlotError,
             operation,
-            slots[(slots < -1) | (slots >= end)],
+            named[(named < -1) | (named >= end)],
             f"slots outside the {self.pool} pool",
             f"slots -1..{end - 1}",
         )
@@ -119,9 +134,16 @@ class PageLedger:
         otherwise: type[KVCacheError] = DoubleFreeError,
     ) -> None:
         """Raise for slots outside the pool, pending in the group, or not lent (`otherwise`)."""
-        self.require_in_pool(operation, slots)
+        self._refuse_not_lent(operation, on_host(slots), otherwise)
+
+    def _refuse_not_lent(
+        self, operation: str, slots: Ids, otherwise: type[KVCacheError] = DoubleFreeError
+    ) -> None:
+        self._refuse_outside(operation, slots)
         pages = slots // self.page_size
         state = self._state[pages]
+        if (state == LENT).all():
+            return
         refuse(
             PendingFreeError,
             operation,
@@ -148,29 +170,36 @@ class PageLedger:
         refuse(
             DoubleFreeError,
             operation,
-            _repeated(pages),
+            _repeated(on_host(pages)),
             f"{self.pool} pages named more than once",
             "each page once",
         )
 
     def require_segments(self, operation: str, indices: list[torch.Tensor]) -> None:
         """Raise unless the segments are lent, fill their pages in order and share none."""
-        slots = torch.cat(indices)
-        self.require_lent(operation, slots)
+        pages: list[Ids] = []
         for index in indices:
-            position = torch.arange(index.numel(), device=index.device)
-            first_of_page = index[position // self.page_size * self.page_size]
+            slots = on_host(index)
+            self._refuse_not_lent(operation, slots)
+            position = np.arange(slots.size)
+            first_of_page = slots[position // self.page_size * self.page_size]
             offset = position % self.page_size
-            askew = (index != first_of_page + offset) | (index % self.page_size != offset)
+            askew = (slots != first_of_page + offset) | (slots % self.page_size != offset)
             refuse(
                 GeometryError,
                 operation,
-                index[askew] // self.page_size,
+                slots[askew] // self.page_size,
                 f"segment that does not run through {self.pool} pages slot by slot",
                 "a page-aligned piece of one kv row",
             )
-        pages = torch.cat([index[:: self.page_size] for index in indices]) // self.page_size
-        self.require_distinct_pages(operation, pages)
+            pages.append(slots[:: self.page_size] // self.page_size)
+        refuse(
+            DoubleFreeError,
+            operation,
+            _repeated(np.concatenate(pages)),
+            f"{self.pool} pages named more than once",
+            "each page once",
+        )
 
     def require_batch(self, batch: ExtendBatch | DecodeBatch) -> None:
         """Raise unless device and host lengths agree and each row may be continued at `last_loc`.
@@ -181,20 +210,22 @@ class PageLedger:
             PendingFreeError: `last_loc` freed in the open group.
         """
         operation = batch.operation
-        same_prefix = torch.equal(batch.prefix_lens.cpu(), batch.prefix_lens_cpu)
-        if not (same_prefix and torch.equal(batch.seq_lens.cpu(), batch.seq_lens_cpu)):
+        prefixes, lengths = on_host(batch.prefix_lens), on_host(batch.seq_lens)
+        same_prefix = np.array_equal(prefixes, batch.prefix_lens_cpu.numpy())
+        if not (same_prefix and np.array_equal(lengths, batch.seq_lens_cpu.numpy())):
             raise GeometryError(f"{operation}: expected the same lengths on device and host")
-        begun = batch.prefix_lens > 0
-        aligned = (batch.last_loc + 1) % self.page_size == batch.prefix_lens % self.page_size
+        last_loc = on_host(batch.last_loc)
+        begun = prefixes > 0
+        aligned = (last_loc + 1) % self.page_size == prefixes % self.page_size
         refuse(
             GeometryError,
             operation,
-            batch.last_loc[~aligned | (begun != (batch.last_loc != -1))],
+            last_loc[~aligned | (begun != (last_loc != -1))],
             "last_loc that does not fit the prefix length",
             f"(last_loc + 1) % {self.page_size} == prefix_len % {self.page_size}, and -1 exactly "
             "for an empty row",
         )
-        self.require_lent(operation, batch.last_loc[begun], otherwise=InvalidSlotError)
+        self._refuse_not_lent(operation, last_loc[begun], InvalidSlotError)
         refuse(
             InvalidSlotError,
             operation,
@@ -203,11 +234,11 @@ class PageLedger:
             "each page continued once",
         )
 
-    def continued_pages(self, batch: ExtendBatch | DecodeBatch) -> torch.Tensor:
+    def continued_pages(self, batch: ExtendBatch | DecodeBatch) -> Ids:
         """Pages in which a row of the batch goes on, one entry a row."""
-        grows = batch.seq_lens > batch.prefix_lens
-        within_page = batch.prefix_lens % self.page_size != 0
-        return batch.last_loc[grows & within_page] // self.page_size
+        prefixes, lengths = batch.prefix_lens_cpu.numpy(), batch.seq_lens_cpu.numpy()
+        goes_on = (lengths > prefixes) & (prefixes % self.page_size != 0)
+        return on_host(batch.last_loc)[goes_on] // self.page_size
 
 
 class PeerGuard:
@@ -220,6 +251,7 @@ class PeerGuard:
         full: ledger of the full pool.
         swa: ledger of the SWA pool.
         mapped_peers: SWA page that the mapping holds for each given full page, 0 for none.
+        device: where the mapping is.
     """
 
     def __init__(
@@ -227,20 +259,22 @@ class PeerGuard:
         full: PageLedger,
         swa: PageLedger,
         mapped_peers: Callable[[torch.Tensor], torch.Tensor],
+        device: torch.device,
     ) -> None:
         self._full = full
         self._swa = swa
         self._mapped_peers = mapped_peers
+        self._device = device
         self._page_size = full.page_size
 
     def mark_queued(self, full_slots: torch.Tensor) -> None:
         """The peers of these slots will be released when the open group ends."""
-        peers = self._live_peers(full_slots // self._page_size)
-        self._swa.mark(peers[peers > 0], PENDING)
+        peers = self._live_peers(on_host(full_slots) // self._page_size)
+        self._swa.mark(torch.from_numpy(peers[peers > 0]), PENDING)
 
     def require_no_peer(self, operation: str, full_slots: torch.Tensor) -> None:
         """Raise LivePeerError for full slots whose SWA page would be lost."""
-        pages = full_slots // self._page_size
+        pages = on_host(full_slots) // self._page_size
         refuse(
             LivePeerError,
             operation,
@@ -251,7 +285,9 @@ class PeerGuard:
 
     def require_peer(self, operation: str, full_slots: torch.Tensor) -> None:
         """Raise DeadPeerError for full slots without an SWA page."""
-        pages = full_slots // self._page_size
+        self._refuse_dead(operation, on_host(full_slots) // self._page_size)
+
+    def _refuse_dead(self, operation: str, pages: Ids) -> None:
         refuse(
             DeadPeerError,
             operation,
@@ -263,7 +299,9 @@ class PeerGuard:
     def require_batch(self, batch: ExtendBatch | DecodeBatch) -> None:
         """`PageLedger.require_batch`, and a live peer wherever a page goes on."""
         self._full.require_batch(batch)
-        self.require_peer(batch.operation, self._full.continued_pages(batch) * self._page_size)
+        pages = self._full.continued_pages(batch)
+        if pages.size:
+            self._refuse_dead(batch.operation, pages)
 
     def require_mappable(
         self, operation: str, full_slots: torch.Tensor, swa_slots: torch.Tensor
@@ -281,12 +319,12 @@ class PeerGuard:
         self._full.require_lent(operation, full_slots)
         self.require_no_peer(operation, full_slots)
         self._swa.require_lent(operation, swa_slots, otherwise=MappingError)
-        swa_pages = swa_slots // self._page_size
-        owned = self._live_peers(self._full.every_page())
+        swa_pages = on_host(swa_slots) // self._page_size
+        owned = self._live_peers(np.arange(1, self._full.num_pages + 1))
         refuse(
             MappingError,
             operation,
-            swa_pages[torch.isin(swa_pages, owned)],
+            swa_pages[np.isin(swa_pages, owned)],
             "SWA pages that already have a full page",
             "pages on loan without an owner",
         )
@@ -311,19 +349,22 @@ class PeerGuard:
         self.require_peer(operation, incoming_full)
         self._require_page_pairs(operation, kept_full, incoming_full, GeometryError)
 
-    def _live_peers(self, full_pages: torch.Tensor) -> torch.Tensor:
+    def _live_peers(self, full_pages: Ids) -> Ids:
         """SWA page of each full page, 0 where there is none that stays."""
-        peers = self._mapped_peers(full_pages)
-        return torch.where(self._swa.is_lent(peers), peers, 0)
+        asked = torch.from_numpy(full_pages).to(self._device)
+        peers = on_host(self._mapped_peers(asked))
+        live: Ids = np.where(self._swa.is_lent(peers), peers, 0)
+        return live
 
     def _require_page_pairs(
         self,
         operation: str,
-        slots: torch.Tensor,
-        partners: torch.Tensor,
+        slots_index: torch.Tensor,
+        partners_index: torch.Tensor,
         error: type[KVCacheError],
     ) -> None:
         size = self._page_size
+        slots, partners = on_host(slots_index), on_host(partners_index)
         refuse(
             GeometryError,
             operation,
@@ -331,7 +372,7 @@ class PeerGuard:
             "slots paired with another offset of a page",
             "equal offsets on both sides",
         )
-        pairs = torch.unique(torch.stack((slots // size, partners // size)), dim=1)
+        pairs = np.unique(np.stack((slots // size, partners // size)), axis=1)
         for pages in pairs:
             refuse(
                 error,

@@ -67,7 +67,7 @@ class SinglePoolAllocator(BaseTokenToKVPoolAllocator):
         """The pages that a set of slots touches, each once: int64 `[n]`."""
 
     def _make_ledger(self) -> PageLedger:
-        return PageLedger(self._pool_name, self.num_pages, self.page_size, self._index_device)
+        return PageLedger(self._pool_name, self.num_pages, self.page_size)
 
     # -- capacity ------------------------------------------------------------------------------
 
