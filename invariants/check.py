@@ -15,7 +15,7 @@ from kvcore.targets.protocol import HostView, View
 class Check:
     """One moment of a run, after the model followed the outcome. ``before`` is the view before the
     op if one was taken; ``held`` the slots of earlier answers by number; ``drained`` whether
-    everything was given back."""
+    everything was given back; ``mapping_right`` is worked out by the laws that ask."""
 
     model: Model
     op: Op
@@ -24,6 +24,7 @@ class Check:
     after: View
     held: dict[int, tuple[int, ...]]
     drained: bool = False
+    mapping_right: bool | None = None
     _host: HostView | None = None
 
     @property

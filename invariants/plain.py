@@ -90,7 +90,7 @@ def no_page_twice(check: Check) -> list[Clause]:
 def mapped_is_allocated(check: Check) -> list[Clause]:
     """L3: mapping, free list and open group hold every SWA page exactly once."""
     model, host = check.model, check.host
-    if not model.geometry.hybrid:
+    if not model.geometry.hybrid or _partition_holds(check):
         return []
     owners = swa_owners(model, host.mapping)
     counts = [0] * (model.swa.total + 1)
@@ -109,6 +109,21 @@ def mapped_is_allocated(check: Check) -> list[Clause]:
         for page in range(model.swa.total + 1)
         if counts[page] != (1 if page else 0)
     ]
+
+
+def _partition_holds(check: Check) -> bool:
+    """Whether rows, free list and group hold every SWA page once, where the mapping is known to be
+    what the rows say: one pass over pages instead of slots."""
+    if not _mapping_right(check):
+        return False
+    model = check.model
+    placed = [page.swa for _, page in model.lent_pages() if page.swa]
+    placed += check.host.swa_free
+    placed += model.swa.pending
+    total = model.swa.total
+    if len(placed) != total or len(set(placed)) != total:
+        return False
+    return min(placed) >= 1 and max(placed) <= total
 
 
 def swa_owners(model: Model, mapping: list[int]) -> list[tuple[int, int]]:
@@ -144,29 +159,40 @@ def _partition_clause(
 def no_stale_mapping(check: Check) -> list[Clause]:
     """L4: every entry of the mapping is what the rows say; the rest is 0; the sentinel is -1."""
     model, mapping = check.model, check.host.mapping
-    if not model.geometry.hybrid:
+    if not model.geometry.hybrid or _mapping_right(check):
         return []
-    size = model.geometry.page_size
-    length = model.geometry.full_size + size + 1
+    length = model.geometry.full_size + model.geometry.page_size + 1
     if len(mapping) != length:
         return [Clause("L4", f"a mapping of {length} entries", f"{len(mapping)} entries")]
+    return _stale_entries(model, mapping)
+
+
+def _mapping_right(check: Check) -> bool:
+    """Whether every entry is what the rows say; worked out once a step."""
+    if check.mapping_right is None:
+        check.mapping_right = _all_entries_right(check.model, check.host.mapping)
+    return check.mapping_right
+
+
+def _all_entries_right(model: Model, mapping: list[int]) -> bool:
+    """Each lent page's entries are right, and there are no others but the sentinel: counting the
+    entries that are not 0 is cheaper than looking at those that must be."""
+    size = model.geometry.page_size
+    if len(mapping) != model.geometry.full_size + size + 1 or mapping[-1] != -1:
+        return False
     explained = 0
-    right = True
     for _, page in model.lent_pages():
-        start = page.full * size
-        entries = mapping[start : start + size]
+        entries = mapping[page.full * size : (page.full + 1) * size]
         if not _entries_right(model, page, entries):
-            right = False
-            break
+            return False
         explained += size - entries.count(0)
     lent = {page.full for _, page in model.lent_pages()} if model.detached else set()
     for full in model.detached.keys() - lent:
         entries = mapping[full * size : (full + 1) * size]
-        right = right and _within(entries, model.detached[full], size)
+        if not _within(entries, model.detached[full], size):
+            return False
         explained += size - entries.count(0)
-    if right and len(mapping) - mapping.count(0) == explained + 1 and mapping[-1] == -1:
-        return []
-    return _stale_entries(model, mapping)
+    return len(mapping) - mapping.count(0) == explained + 1
 
 
 def _entries_right(model: Model, page: Page, entries: list[int]) -> bool:

@@ -143,12 +143,17 @@ class Run:
                 raise ValueError(f"the contract of {self.target.name} lends, but {done.why}")
         for op in self._probing_ops(self.model.last_name + 1):
             if self.model.why_not(op) is None:
-                self._perform(op, DRAIN, drained=False)
+                self._probe(op)
         for op in self._closing_ops():
-            self._perform(op, DRAIN, drained=False)
+            self._probe(op)
         self._check(ops.Clear(), Done(), None, DRAIN, drained=True)
         self._settle_tally()
         self.target.close()
+
+    def _probe(self, op: Op) -> None:
+        """A checked step that is no part of the program."""
+        self.tally.steps += 1
+        self._perform(op, DRAIN, drained=False)
 
     def _closing_ops(self) -> Iterator[Op]:
         """Ops that end the group and free every row, as the target's callers would."""

@@ -25,9 +25,12 @@ from kvcore.targets.registry import hybrid_only, may_crash, variants
 DEFAULT_PAGE_SIZES = (1, 2, 4, 16)
 FOREIGN_PAGE_SIZES = (1, 4)
 
-BURST_PROGRAMS: dict[SourceName, int] = {"walker": 8, "machine": 5, "program": 5}
-TURNS: tuple[SourceName, ...] = ("walker", "machine", "walker", "program", "walker", "walker")
-"""Sources in turn: the walker makes the volume."""
+BURST_PROGRAMS: dict[SourceName, int] = {"walker": 12, "machine": 4, "program": 4}
+TURNS: tuple[SourceName, ...] = (
+    *("walker", "machine", "walker", "walker", "walker"),
+    *("walker", "program", "walker", "walker", "walker"),
+)
+"""Sources in turn: the walker makes the volume, Hypothesis has about a tenth of the time."""
 
 POLL_SECONDS = 0.25
 

@@ -3,7 +3,7 @@
 `machine_for` builds a machine class for a target: use it as a test case, or run it with
 `hypothesis.stateful.run_state_machine_as_test`. It holds no oracle: each rule proposes one op and
 the run judges it. Kinds that faults need together (detaching and recovering peers inside a group)
-have several rules, since Hypothesis picks rules evenly; the arguments of a rule are a few integers.
+have several rules, since Hypothesis picks rules evenly; a rule draws one integer.
 Leaves out the other Hypothesis source, whole programs (`kvcore.strategies.program`).
 """
 
@@ -23,12 +23,12 @@ from hypothesis.stateful import (
 from kvcore.invariants import Run
 from kvcore.invariants.run import Listener
 from kvcore.models import Geometry
-from kvcore.strategies.propose import GivenChoices, propose
+from kvcore.strategies.propose import PackedChoices, propose
 from kvcore.strategies.weights import kinds_for, op_kind_of
 from kvcore.targets.protocol import TargetFactory
 
-CHOICE = st.integers(0, 2**16 - 1)
-CHOICES = st.tuples(CHOICE, CHOICE, CHOICE, CHOICE, CHOICE)
+CHOICES = st.integers(0, 2**48 - 1)
+"""What one rule draws, see `kvcore.strategies.propose.PackedChoices`."""
 
 RULES_INSIDE: dict[str, int] = {
     "free": 2,
@@ -71,9 +71,9 @@ class AllocatorMachine(RuleBasedStateMachine):
             type(self).factory(geometry), period=self.period, listeners=type(self).listeners
         )
 
-    def perform(self, kind: str, values: Sequence[int]) -> None:
+    def perform(self, kind: str, choices: int) -> None:
         """Propose an op of this kind and apply it, if there is one."""
-        op = propose(kind, self.run.model, GivenChoices(values))
+        op = propose(kind, self.run.model, PackedChoices(choices))
         if op is not None:
             self.run.step(op)
 
@@ -127,7 +127,7 @@ def machine_for(
 def _rule(kind: str, *, inside: bool) -> Any:
     """A rule that asks for one op of ``kind``, inside or outside a group."""
 
-    def perform(machine: AllocatorMachine, choices: tuple[int, ...]) -> None:
+    def perform(machine: AllocatorMachine, choices: int) -> None:
         machine.perform(kind, choices)
 
     perform.__name__ = kind

@@ -1,4 +1,4 @@
-"""Whole programs as Hypothesis data: lists of (kind, integers), resolved modulo what is live.
+"""Whole programs as Hypothesis data: lists of (kinds, integer), resolved modulo what is live.
 
 Any sublist is a program too, so that Hypothesis shrinks well; `program_test` makes a property of
 it. It holds no oracle. Leaves out the stateful machine (`kvcore.strategies.machine`).
@@ -16,8 +16,8 @@ from kvcore.invariants import Run
 from kvcore.invariants.run import Listener
 from kvcore.models import Geometry
 from kvcore.models.ops import Op
-from kvcore.strategies.machine import CHOICE, RunSink
-from kvcore.strategies.propose import GivenChoices, propose
+from kvcore.strategies.machine import CHOICES, RunSink
+from kvcore.strategies.propose import PackedChoices, propose
 from kvcore.strategies.weights import INSIDE, OUTSIDE, kinds_for
 from kvcore.targets.protocol import TargetFactory
 
@@ -26,16 +26,16 @@ LENGTHS = (20, 50)
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """An op not yet resolved: a kind for inside a group, one for outside, and integers."""
+    """An op not yet resolved: a kind for inside a group, one for outside, and an integer."""
 
     inside: str
     outside: str
-    values: tuple[int, ...]
+    choices: int
 
     def resolve(self, run: Run) -> Op | None:
         """The op that this draft names in the run's present state, if any."""
         kind = self.inside if run.model.group_open else self.outside
-        return propose(kind, run.model, GivenChoices(self.values))
+        return propose(kind, run.model, PackedChoices(self.choices))
 
 
 def drafts(
@@ -51,7 +51,7 @@ def drafts(
         Draft,
         st.sampled_from(weighted[True]),
         st.sampled_from(weighted[False]),
-        st.tuples(CHOICE, CHOICE, CHOICE, CHOICE),
+        CHOICES,
     )
 
 

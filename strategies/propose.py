@@ -7,7 +7,7 @@ laws to say. Leaves out the weights of the kinds (`kvcore.strategies.weights`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 from kvcore.models import Model, ops
@@ -24,15 +24,17 @@ class Choices(Protocol):
         ...
 
 
-class GivenChoices:
-    """Integers given beforehand, each taken modulo what is asked; 0 when they run out."""
+class PackedChoices:
+    """Choices packed into one integer, as mixed-radix digits; 0 when it is used up. One integer is
+    one draw for Hypothesis, and a smaller one is a simpler op."""
 
-    def __init__(self, values: Sequence[int]) -> None:
-        self._values = list(values)
+    def __init__(self, packed: int) -> None:
+        self._left = packed
 
     def below(self, bound: int) -> int:
-        """The next given integer modulo ``bound``."""
-        return self._values.pop(0) % bound if self._values else 0
+        """The next digit, in base ``bound``."""
+        self._left, digit = divmod(self._left, bound)
+        return digit
 
 
 Proposal = Callable[[Model, Choices], Op | None]

@@ -27,7 +27,7 @@ from kvcore.targets.protocol import TargetFactory
 SourceName = Literal["walker", "machine", "program"]
 SOURCES: tuple[SourceName, ...] = ("walker", "machine", "program")
 
-PERIOD = 8
+PERIOD = 12
 """Steps between checks of the periodic laws in a search; a finding is replayed with 1."""
 
 MACHINE_STEPS = 50

@@ -23,7 +23,7 @@ from kvcore.allocator.single import SinglePoolAllocator
 from kvcore.models import Contract, Geometry
 from kvcore.models.hostile import HOSTILE_CALLS
 from kvcore.models.ops import OP_KINDS, Form
-from kvcore.targets.dialect import Dialect, Slots
+from kvcore.targets.dialect import Dialect, Slots, as_tensor
 from kvcore.targets.driver import AllocatorTarget
 from kvcore.targets.hostile import CoreAllocator, CoreHostility
 from kvcore.targets.pool import Pool, StampedPool, build_pool
@@ -33,9 +33,12 @@ HYBRID_ONLY = frozenset(("swa_tail", "free_swa", "recover", "load_back", "load_b
 """Ops that need an SWA side."""
 
 
+CPU = torch.device("cpu")
+
+
 def batch_tensors(lengths: list[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Row lengths as the field passes them: on the device and on the host, int64."""
-    host = torch.tensor(lengths, dtype=torch.int64)
+    host = as_tensor(lengths, CPU)
     return host.to(device), host
 
 
@@ -62,14 +65,14 @@ class CoreDialect(Generic[AllocatorT]):
 
     def extend(self, before: list[int], after: list[int], last: list[int]) -> Slots | None:
         """`alloc_extend`."""
-        last_loc = torch.tensor(last, dtype=torch.int64, device=self.device)
+        last_loc = as_tensor(last, self.device)
         prefix = batch_tensors(before, self.device)
         seq = batch_tensors(after, self.device)
         return self.allocator.alloc_extend(*prefix, *seq, last_loc, sum(after) - sum(before))
 
     def decode(self, after: list[int], last: list[int]) -> Slots | None:
         """`alloc_decode`."""
-        last_loc = torch.tensor(last, dtype=torch.int64, device=self.device)
+        last_loc = as_tensor(last, self.device)
         return self.allocator.alloc_decode(*batch_tensors(after, self.device), last_loc)
 
     def free(self, slots: Slots, form: Form, start: int) -> None:
@@ -164,7 +167,7 @@ class HybridDialect(CoreDialect[SWATokenToKVPoolAllocator]):
 
     def swa_tail(self, before: int, after: int, last: int, tail: int) -> Slots | None:
         """`alloc_extend_swa_tail`."""
-        last_loc = torch.tensor([last], dtype=torch.int64, device=self.device)
+        last_loc = as_tensor([last], self.device)
         prefix = batch_tensors([before], self.device)
         seq = batch_tensors([after], self.device)
         return self.allocator.alloc_extend_swa_tail(*prefix, *seq, last_loc, after - before, tail)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from kvcore.models.ops import Form
@@ -15,6 +16,11 @@ from kvcore.targets.protocol import Answers
 
 Slots = torch.Tensor
 """int64 slot indices, 1-D, on the allocator's device."""
+
+
+def as_tensor(numbers: list[int], device: torch.device) -> torch.Tensor:
+    """An int64 tensor; through numpy, which is several times faster on short lists."""
+    return torch.from_numpy(np.array(numbers, dtype=np.int64)).to(device)
 
 
 class Dialect(Protocol):

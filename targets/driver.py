@@ -15,7 +15,7 @@ import torch
 
 from kvcore.models import Contract, Done, Geometry, Lent, Outcome, Raised, Refused, ops
 from kvcore.models.ops import Form, Op
-from kvcore.targets.dialect import Dialect, Slots
+from kvcore.targets.dialect import Dialect, Slots, as_tensor
 from kvcore.targets.hostile import HostileCaller
 from kvcore.targets.pool import StampedPool
 from kvcore.targets.protocol import View
@@ -124,7 +124,7 @@ class AllocatorTarget:
     # Ops that lend.
 
     def _tensor(self, slots: list[int]) -> Slots:
-        return torch.tensor(slots, dtype=torch.int64, device=self._pool.device)
+        return as_tensor(slots, self._pool.device)
 
     def _last(self, seq: int) -> int:
         row = self._rows.get(seq)
@@ -201,7 +201,7 @@ class AllocatorTarget:
             self._rows.setdefault(seq, []).extend(lent[at : at + count])
             at += count
         if not isinstance(op, ops.Restore):
-            attempt(self._pool.stamp, self._tensor(lent), self._next_stamps(len(lent)))
+            attempt(self._pool.stamp, slots, self._next_stamps(len(lent)))
         self._answers += 1
         if isinstance(op, ops.Alloc | ops.Extend | ops.Decode) and op.overwrite:
             slots.fill_(SCRIBBLE)

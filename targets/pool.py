@@ -1,6 +1,6 @@
 """The pool under a target: one layer of each kind, whose rows hold the stamps.
 
-Small int64 pools, so that a stamp is exact; written and copied through the pool's public calls.
+Small int64 pools, so that a stamp is exact.
 Leaves out pools of other kinds (MLA, DSA).
 """
 
@@ -47,24 +47,30 @@ class StampedPool:
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
-        self._hybrid = isinstance(pool, SWAKVPool)
-        layers = (FULL_LAYER, SWA_LAYER) if self._hybrid else (FULL_LAYER,)
-        self._buffers = tuple(b for layer in layers for b in pool.get_kv_buffer(layer))
-        self.device = self._buffers[0].device
+        layers = (FULL_LAYER, SWA_LAYER) if isinstance(pool, SWAKVPool) else (FULL_LAYER,)
+        buffers = (buffer for layer in layers for buffer in pool.get_kv_buffer(layer))
+        self._rows = tuple(buffer.view(-1) for buffer in buffers)
+        self.device = self._rows[0].device
 
     def contents(self) -> tuple[torch.Tensor, ...]:
         """Every buffer's rows as a flat int64 tensor, in the order of `STAMP_KINDS`."""
-        return tuple(buffer.view(-1) for buffer in self._buffers)
+        return self._rows
 
     def stamp(self, slots: torch.Tensor, stamps: torch.Tensor) -> None:
-        """Write stamps into the rows of full ``slots`` and of their peers."""
-        self._write(FULL_LAYER, slots, stamps)
-        if self._hybrid:
-            self._write(SWA_LAYER, slots, stamps)
+        """Write stamps into the rows of full ``slots`` and of their peers, as attention kernels do:
+        straight into the buffers, each layer kind by its own rows."""
+        values = -stamps
+        keys_at, values_at = self._rows[:2]
+        keys_at[slots], values_at[slots] = stamps, values
+        if isinstance(self._pool, SWAKVPool):
+            peers = self._pool.translate_loc_from_full_to_swa(slots)
+            keys_at, values_at = self._rows[2:]
+            keys_at[peers], values_at[peers] = stamps, values
 
     def stamp_swa(self, slots: torch.Tensor, stamps: torch.Tensor) -> None:
-        """Write stamps into the rows of the peers of full ``slots`` alone."""
-        self._write(SWA_LAYER, slots, stamps)
+        """Write stamps into the rows of the peers of full ``slots`` alone, by the pool's call."""
+        rows = stamps.view(-1, 1, 1)
+        self._pool.set_kv_buffer(SWA_LAYER, slots, rows, -rows)
 
     def backup(self, slots: torch.Tensor) -> RetractionBackup[Any]:
         """Host copy of the rows of ``slots``, every kind of layer."""
@@ -73,7 +79,3 @@ class StampedPool:
     def restore(self, backup: RetractionBackup[Any], slots: torch.Tensor) -> None:
         """Write a host copy into ``slots``."""
         backup.restore(self._pool, slots)
-
-    def _write(self, layer: int, slots: torch.Tensor, stamps: torch.Tensor) -> None:
-        rows = stamps.view(-1, 1, 1)
-        self._pool.set_kv_buffer(layer, slots, rows, -rows)

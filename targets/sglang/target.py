@@ -16,7 +16,7 @@ from kvcore import SWAKVPool
 from kvcore.models import Contract, Geometry
 from kvcore.models.ops import OP_KINDS, Form
 from kvcore.targets.core import batch_tensors
-from kvcore.targets.dialect import Slots
+from kvcore.targets.dialect import Slots, as_tensor
 from kvcore.targets.driver import AllocatorTarget
 from kvcore.targets.pool import StampedPool, build_pool
 from kvcore.targets.protocol import Answers
@@ -83,7 +83,7 @@ class ReleaseDialect:
         total = sum(after) - sum(before)
         if self._page_size == 1:
             return self.alloc(total)
-        last_loc = torch.tensor(last, dtype=torch.int64, device=self._device)
+        last_loc = as_tensor(last, self._device)
         prefix, seq = batch_tensors(before, self._device), batch_tensors(after, self._device)
         slots: Slots | None = self._allocator.alloc_extend(*prefix, *seq, last_loc, total)
         return slots
@@ -92,7 +92,7 @@ class ReleaseDialect:
         """`alloc_decode`; at page size 1 engines call `alloc` for the whole batch."""
         if self._page_size == 1:
             return self.alloc(len(after))
-        last_loc = torch.tensor(last, dtype=torch.int64, device=self._device)
+        last_loc = as_tensor(last, self._device)
         slots: Slots | None = self._allocator.alloc_decode(
             *batch_tensors(after, self._device), last_loc
         )
@@ -100,7 +100,7 @@ class ReleaseDialect:
 
     def swa_tail(self, before: int, after: int, last: int, tail: int) -> Slots | None:
         """`alloc_extend_swa_tail`."""
-        last_loc = torch.tensor([last], dtype=torch.int64, device=self._device)
+        last_loc = as_tensor([last], self._device)
         prefix, seq = batch_tensors([before], self._device), batch_tensors([after], self._device)
         slots: Slots | None = self._allocator.alloc_extend_swa_tail(
             *prefix, *seq, last_loc, after - before, tail

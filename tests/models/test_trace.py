@@ -138,7 +138,9 @@ def header(text: bytes) -> bytes:
         pytest.param(b"\n\n" + ALLOC, 3, "no kvcore-trace header", id="an op first in line 3"),
         pytest.param(FIRST[:-20], 1, "truncated", id="half a header"),
         pytest.param(DEEP, 1, "no kvcore-trace header", id="deep nesting first"),
-        pytest.param(header(b'"geometry":' + DEEP), 1, "no kvcore-trace header", id="deep nesting in line 1"),
+        pytest.param(
+            header(b'"geometry":' + DEEP), 1, "no kvcore-trace header", id="deep nesting in line 1"
+        ),
         pytest.param(header(b'"seed":1'), 1, "geometry", id="no geometry"),
         pytest.param(header(GEOMETRY + b',"colour":1'), 1, "colour", id="unknown header field"),
         pytest.param(header(GEOMETRY + b',"seed":"x"'), 1, "seed", id="wrong type in the header"),

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvcore.invariants import Run
 from kvcore.models import Geometry
-from kvcore.strategies.propose import PROPOSALS, GivenChoices, propose
+from kvcore.strategies.propose import PROPOSALS, PackedChoices, propose
 from kvcore.strategies.walker import RandomChoices, Walker
 from kvcore.strategies.weights import INSIDE, OUTSIDE, kinds_for, op_kind_of
 from kvcore.targets.core import core_target
@@ -40,16 +40,17 @@ def test_every_proposal_is_allowed_where_it_is_made(kind: str, geometry: Geometr
 
 
 @settings(max_examples=30)
-@given(kind=st.sampled_from(sorted(PROPOSALS)), values=st.lists(st.integers(0, 2**16), max_size=6))
-def test_the_same_integers_give_the_same_op(kind: str, values: list[int]) -> None:
+@given(kind=st.sampled_from(sorted(PROPOSALS)), packed=st.integers(0, 2**48))
+def test_the_same_integer_gives_the_same_op(kind: str, packed: int) -> None:
     run = busy_run(3, Geometry(page_size=2, full_pages=8, swa_pages=8))
-    first = propose(kind, run.model, GivenChoices(values))
-    assert propose(kind, run.model, GivenChoices(values)) == first
+    first = propose(kind, run.model, PackedChoices(packed))
+    assert propose(kind, run.model, PackedChoices(packed)) == first
 
 
-def test_integers_that_run_out_read_as_zero() -> None:
-    choices = GivenChoices([7])
-    assert [choices.below(5), choices.below(5), choices.below(1)] == [2, 0, 0]
+def test_an_integer_that_is_used_up_reads_as_zero() -> None:
+    choices = PackedChoices(2 + 5 * (3 + 4 * 1))
+    assert [choices.below(5), choices.below(4), choices.below(7)] == [2, 3, 1]
+    assert choices.below(9) == 0
 
 
 def test_every_weighted_kind_can_be_proposed() -> None:
