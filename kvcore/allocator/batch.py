@@ -92,6 +92,8 @@ class ExtendBatch:
         Each row first fills the page of its `last_loc`, then takes its share of `new_pages`
         (int64 `[num_new_pages]`) in order.
         """
+        if self.prefix_lens_cpu.numel() == 1:
+            return self._slots_of_one_row(new_pages, page_size)
         growth = self.seq_lens - self.prefix_lens
         row = torch.repeat_interleave(growth, output_size=self.num_tokens)
         # Position of every new token in its row: how far it is from the batch's first token of
@@ -110,6 +112,17 @@ class ExtendBatch:
         page = new_pages[(rank + page_in_row).clamp(0, new_pages.numel() - 1)]
         fresh = page * page_size + position % page_size
         return torch.where(page_in_row < first_page[row], continued, fresh)
+
+    def _slots_of_one_row(self, new_pages: torch.Tensor, page_size: int) -> torch.Tensor:
+        """`slots` where everything but the page ids is known to the host: a few kernels."""
+        onto_last = min(-int(self.prefix_lens_cpu[0]) % page_size, self.num_tokens)
+        device = new_pages.device
+        fresh = new_pages[:, None] * page_size + torch.arange(page_size, device=device)
+        fresh = fresh.reshape(-1)[: self.num_tokens - onto_last]
+        if onto_last == 0:
+            return fresh
+        continued = self.last_loc + torch.arange(1, onto_last + 1, device=device)
+        return torch.cat((continued, fresh))
 
 
 @dataclass(frozen=True)

@@ -120,6 +120,7 @@ class HybridAllocator(BaseTokenToKVPoolAllocator):
             num_rows, self.page_size
         )
         self._queued_peers: list[torch.Tensor] = []
+        self._no_pages = torch.empty(0, dtype=torch.int64, device=self._index_device)
         full, swa = self.full_attn_allocator.ledger, self.swa_attn_allocator.ledger
         self._guard = (
             PeerGuard(full, swa, self._peer_pages, self._index_device)

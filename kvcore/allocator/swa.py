@@ -111,6 +111,8 @@ class SWATokenToKVPoolAllocator(HybridAllocator):
 
     def _take_mapped_pages(self, num_pages: int) -> torch.Tensor:
         """Full pages with fresh peers; both sides have been asked for room."""
+        if num_pages == 0:
+            return self._no_pages
         self._capture_queued_peers()
         full_pages = self.full_attn_allocator.take_pages(num_pages)
         self._map_pages(full_pages, self.swa_attn_allocator.take_pages(num_pages))
