@@ -14,6 +14,7 @@ from kvcore.models.ops import GroupEnd
 from kvcore.models.outcomes import Raised, Refused
 from kvcore.models.state import NO_PEER, UNKNOWN, Page
 from kvcore.models.violation import some
+from kvcore.targets.protocol import Answers
 
 
 def pages_clause(
@@ -276,10 +277,14 @@ def failure_changes_nothing(check: Check) -> list[Clause]:
             pages_clause("L5", "the mapping as before the call", "it changed", "full", changed)
         )
     if before.answers != after.answers:
-        clauses.append(
-            Clause("L5", f"the counters as before: {before.answers}", str(after.answers))
-        )
+        clauses.append(Clause("L5", f"as before, {_room(before.answers)}", _room(after.answers)))
     return clauses
+
+
+def _room(answers: Answers) -> str:
+    """What the capacity queries said, and the wrapper's other answers, for a message."""
+    rooms = (answers.available, answers.full_available, answers.swa_available)
+    return f"available, full, SWA slots {rooms}; the wrapper's answers {answers.outer}"
 
 
 def group_law(check: Check) -> list[Clause]:

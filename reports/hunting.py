@@ -19,6 +19,7 @@ from kvcore.reports.trace_files import SUFFIX, check_directory, write_trace
 from kvcore.reports.wording import count
 from kvcore.strategies.hunt import Hunt, hunt
 from kvcore.strategies.sources import SourceName
+from kvcore.strategies.workers import worker_processes
 from kvcore.targets.faults import FAULTS
 
 LIMITS: dict[SourceName, int] = {"walker": 100, "machine": 400}
@@ -47,7 +48,7 @@ def run(names: Sequence[str], seeds: int, traces: Path | None = None) -> Status:
     if traces is not None:
         check_directory(traces)
     chosen = list(dict.fromkeys(names)) or list(FAULTS)
-    prey = [_hunt(name, seeds, at, len(chosen)) for at, name in enumerate(chosen, 1)]
+    prey = _hunt_all(chosen, seeds)
     if traces is not None:
         _save(prey, traces)
     console = output()
@@ -69,14 +70,24 @@ def _save(prey: Sequence[Prey], directory: Path) -> None:
             write_trace(trace, directory / f"{one.fault}{SUFFIX}")
 
 
-def _hunt(fault: str, seeds: int, at: int, total: int) -> Prey:
+def _hunt_all(faults: Sequence[str], seeds: int) -> list[Prey]:
+    """Hunt on every CPU, and tell which hunts have ended."""
     console = messages()
-    news = f"hunting {fault} ({at} of {total})"
-    if not console.is_terminal:
-        console.print(news, markup=False)
+    found: dict[str, Prey] = {}
+    with worker_processes() as pool, console.status("hunting") as status:
+        for prey in pool.imap_unordered(_hunt, [(fault, seeds) for fault in faults]):
+            found[prey.fault] = prey
+            news = f"hunted {prey.fault} ({len(found)} of {len(faults)})"
+            status.update(news)
+            if not console.is_terminal:
+                console.print(news, markup=False)
+    return [found[fault] for fault in faults]
+
+
+def _hunt(task: tuple[str, int]) -> Prey:
+    fault, seeds = task
     ways = [(source, range(seeds), limit) for source, limit in LIMITS.items()]
-    with console.status(news):
-        return Prey(fault, tuple(hunt(fault, *way) for way in ways))
+    return Prey(fault, tuple(hunt(fault, *way) for way in ways))
 
 
 def faults_table(prey: Sequence[Prey]) -> Table:

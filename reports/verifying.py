@@ -5,7 +5,6 @@ Leaves out how the campaign runs (`kvcore.strategies.campaign`) and how things l
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from rich.console import Console
@@ -18,13 +17,20 @@ from kvcore.reports.playback import watch
 from kvcore.reports.progress import showing
 from kvcore.reports.trace_files import check_directory, replay_command, save_trace
 from kvcore.reports.verify_page import render_report, signature
-from kvcore.reports.violation_page import Whereabouts, render_lost, render_violation
+from kvcore.reports.violation_page import (
+    Whereabouts,
+    render_lost,
+    render_resemblance,
+    render_violation,
+)
 from kvcore.reports.wording import count
 from kvcore.strategies.campaign import Finding, Plan, default_budget, run_campaign
 from kvcore.strategies.isolation import run_program
 from kvcore.strategies.profiles import PROFILES
+from kvcore.strategies.resemblance import resembling_faults
 from kvcore.strategies.shrink import NotReproduced, Shrunk, shrink
-from kvcore.targets.registry import open_target
+from kvcore.strategies.workers import available_cpus
+from kvcore.targets.registry import may_crash, open_target
 
 
 def make_plan(
@@ -47,15 +53,9 @@ def make_plan(
         page_sizes=tuple(dict.fromkeys(page_sizes)),
         seed=edge.at_least(0, seed, "--seed"),
         time_budget=usual if time_budget is None else edge.parse_budget(time_budget),
-        workers=edge.at_least(1, workers if workers is not None else _cpus(), "--workers"),
+        workers=edge.at_least(1, workers if workers is not None else available_cpus(), "--workers"),
         profile=profile,
     )
-
-
-def _cpus() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def run(plan: Plan, traces: Path) -> Status:
@@ -67,16 +67,21 @@ def run(plan: Plan, traces: Path) -> Status:
     if report.tally.steps == 0:
         raise BadInput(f"a time budget of {plan.time_budget:g} s is too short for a single step")
     render_report(console, report, plan.target)
+    shown: set[tuple[str, str]] = set()
     for finding in report.findings:
-        show_finding(console, finding, traces)
+        with messages().status(f"shrinking {signature(finding)}"):
+            shrunk = _shrink(finding)
+        # Two laws broken by one cause may shrink to one program.
+        what = (shrunk.violation if shrunk else finding.violation).signature
+        if what not in shown:
+            shown.add(what)
+            show_finding(console, finding, shrunk, traces)
     return Status.VIOLATION if report.findings else Status.CLEAN
 
 
-def show_finding(console: Console, finding: Finding, traces: Path) -> None:
-    """Shrink a finding, save its trace and print the page on it. A finding that does not come back
-    is saved as it was found."""
-    with messages().status(f"shrinking {signature(finding)}"):
-        shrunk = _shrink(finding)
+def show_finding(console: Console, finding: Finding, shrunk: Shrunk | None, traces: Path) -> None:
+    """Save a finding's trace and print the page on it. One that did not come back when it was to be
+    shrunk is saved as it was found."""
     kept = shrunk or Shrunk(finding.geometry, finding.program, finding.violation, 0)
     header = new_header(finding.target, kept.geometry, seed=finding.seed, found_by=finding.source)
     path = save_trace(Trace(header, kept.program, kept.violation), traces)
@@ -90,6 +95,9 @@ def show_finding(console: Console, finding: Finding, traces: Path) -> None:
     verdict = run_program(finding.target, kept.geometry, kept.program)
     playback = watch(finding.target, kept.geometry, verdict, kept.violation.op_index)
     render_violation(console, playback, kept.violation, where)
+    if may_crash(finding.target):
+        alike = resembling_faults(kept.geometry, kept.program, kept.violation)
+        render_resemblance(console, alike)
 
 
 def _shrink(finding: Finding) -> Shrunk | None:

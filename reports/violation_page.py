@@ -20,6 +20,7 @@ from kvcore.reports.layout import heading, new_table
 from kvcore.reports.page_tables import SIGN, page_tables
 from kvcore.reports.playback import Moment, Playback
 from kvcore.reports.wording import answer, arguments, count, pools, ranges
+from kvcore.targets.faults import Fault
 
 MOST_CLAUSES = 8
 MOST_OPS = 40
@@ -47,6 +48,15 @@ def render_violation(
     console.print(program_table(playback, violation))
     console.print(Group(*_states(playback, violation)))
     render_whereabouts(console, where)
+
+
+def render_resemblance(console: Console, faults: Sequence[Fault]) -> None:
+    """Print the known faults under which kvcore breaks the same law at the same op."""
+    if not faults:
+        return
+    console.print(heading("Known faults that look the same"))
+    for fault in faults:
+        console.print(Text(f"  {fault.id} ({fault.source}): {fault.what}"))
 
 
 def render_lost(console: Console, target: str, violation: Violation, where: Whereabouts) -> None:

@@ -300,26 +300,44 @@ def _clear(model: Model, choices: Choices) -> Op:
     return ops.Clear()
 
 
+GHOST_CALLS = ("free_again", "free_pending", "map_pending")
+"""Hostile calls whose ``seq`` names slots that a row gave up."""
+
+HOSTILE_TRIES = 4
+"""How many names are tried for each place of a hostile call."""
+
+
 def _hostile(model: Model, choices: Choices) -> Op | None:
-    calls = sorted(model.contract.hostile)
-    if model.group_open and choices.below(2):
-        calls = [call for call in calls if HOSTILE_CALLS[call].grouped] or calls
-    if not calls:
-        return None
-    first = choices.below(len(calls))
+    """A call that would be wrong now; half of the time one about a group or given-up slots, since
+    few states make those possible."""
+    first, second = choices.below(64), choices.below(64)
     names = [*model.rows, *model.backups]
-    others = names[choices.below(len(names))] if names else -1
-    ghosts = list(reversed(model.ghosts))
-    for call in calls[first:] + calls[:first]:
-        pool = ghosts if call in ("free_again", "free_pending", "map_pending") else names
-        start = choices.below(len(pool)) if pool else 0
-        for offset in range(min(len(pool), 8)):
-            op = ops.Hostile(call, pool[(start + offset) % len(pool)], others)
-            if model.allows(op):
-                return op
-        if HOSTILE_CALLS[call].possible(model, bare := ops.Hostile(call)):
-            return bare
-    return None
+    waiting = [
+        name for name, pages in model.ghosts.items() if not model.full.pending.isdisjoint(pages)
+    ]
+    able: list[Op] = []
+    for call in sorted(model.contract.hostile):
+        pool = (waiting or list(model.ghosts)) if call in GHOST_CALLS else names
+        tried = (
+            ops.Hostile(call, seq, other)
+            for seq in _rotated(pool, first)
+            for other in _rotated(names, second)
+        )
+        if (op := next(filter(model.allows, tried), None)) is not None:
+            able.append(op)
+    if choices.below(2):
+        able = [op for op in able if isinstance(op, ops.Hostile) and _is_rare(op.call)] or able
+    return able[choices.below(len(able))] if able else None
+
+
+def _is_rare(call: str) -> bool:
+    return call in GHOST_CALLS or HOSTILE_CALLS[call].grouped or call == "end_unopened"
+
+
+def _rotated(names: list[int], start: int) -> list[int]:
+    """A few names from a chosen one on; nobody if there are none."""
+    few = min(len(names), HOSTILE_TRIES)
+    return [names[(start + i) % len(names)] for i in range(few)] or [-1]
 
 
 PROPOSALS: dict[str, Proposal] = {

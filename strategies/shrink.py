@@ -200,6 +200,9 @@ class Shrinker:
         program, size = self._program, self._geometry.page_size
         if full and (less := _less(self._geometry, full, swa)):
             yield less, program[:at] + program[at + 1 :]
+        for fewer, pages in _parts_dropped(op, self._geometry):
+            if less := _less(self._geometry, pages, pages):
+                yield less, (*program[:at], fewer, *program[at + 1 :])
         for pages in sorted({full - 1, full // 2, 1}, reverse=True):
             shorter = _shorter(op, pages, size) if 0 < pages < full else None
             less = _less(self._geometry, pages, min(swa, pages))
@@ -244,6 +247,14 @@ def _pages_of(op: Op, geometry: Geometry) -> tuple[int, int]:
             return op.pages, op.swa_pages
         case _:
             return 0, 0
+
+
+def _parts_dropped(op: Op, geometry: Geometry) -> Iterator[tuple[Op, int]]:
+    """A batch with one part less, and the pages that part takes."""
+    if isinstance(op, ops.Extend) and len(op.parts) > 1:
+        for index, (_, tokens) in enumerate(op.parts):
+            rest = op.parts[:index] + op.parts[index + 1 :]
+            yield msgspec.structs.replace(op, parts=rest), geometry.pages_for(tokens)
 
 
 def _less(geometry: Geometry, full: int, swa: int) -> Geometry | None:
@@ -361,6 +372,9 @@ def _simpler(op: Op, size: int, names: Sequence[int]) -> Iterator[Op]:
                 yield replace(op, start=0, stop=None)
             if op.start:
                 yield replace(op, start=0, stop=None if op.stop is None else op.stop - op.start)
+            if op.stop is not None and op.stop - op.start > 1:
+                yield replace(op, stop=op.start + 1)
+                yield replace(op, start=op.stop - 1)
             if op.form != "slots":
                 yield replace(op, form="slots")
     match op:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import faulthandler
 import multiprocessing
+import multiprocessing.pool
 import os
 import tempfile
 import traceback
@@ -59,6 +60,26 @@ class Crashed:
 
 
 JobResult = Burst | Died | Crashed
+
+
+def fork_if_possible() -> multiprocessing.context.BaseContext:
+    """Children of a fork share the loaded torch; without fork they load it anew."""
+    methods = multiprocessing.get_all_start_methods()
+    return multiprocessing.get_context("fork" if "fork" in methods else "spawn")
+
+
+def worker_processes() -> multiprocessing.pool.Pool:
+    """A plain pool with a process for each CPU, for tasks that cannot kill it."""
+    return fork_if_possible().Pool(
+        available_cpus(), initializer=torch.set_num_threads, initargs=(1,)
+    )
+
+
+def available_cpus() -> int:
+    """CPUs that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 class Journal:
@@ -172,9 +193,7 @@ class WorkerPool:
     """``count`` workers; dead ones are replaced."""
 
     def __init__(self, count: int) -> None:
-        # Children of a fork share the loaded torch; without fork they load it anew.
-        methods = multiprocessing.get_all_start_methods()
-        self._context = multiprocessing.get_context("fork" if "fork" in methods else "spawn")
+        self._context = fork_if_possible()
         self._directory = tempfile.TemporaryDirectory(prefix="kvcore-")
         self._serial = 0
         self._workers = [self._hire() for _ in range(count)]

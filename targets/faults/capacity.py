@@ -12,15 +12,15 @@ from kvcore.allocator.batch import DecodeBatch, ExtendBatch
 
 
 class DecodeHalfFailure(SWATokenToKVPoolAllocator):
-    """A decode asks one side after the other: when only the SWA side is out of pages, it answers
-    None and the full pages stay lent (seen in sglang 0.5.22 and 0.5.23)."""
+    """A decode asks each side by itself: when only one is out of pages, it answers None and the
+    pages of the other stay lent (seen in sglang 0.5.22 and 0.5.23)."""
 
     def _alloc_batch(self, batch: ExtendBatch | DecodeBatch) -> torch.Tensor | None:
         num_pages = batch.num_new_pages(self.page_size)
-        full, swa = self.full_attn_allocator, self.swa_attn_allocator
-        only_swa_lacks_room = full.has_room(num_pages) and not swa.has_room(num_pages)
-        if isinstance(batch, DecodeBatch) and only_swa_lacks_room:
-            full.take_pages(num_pages)
+        sides = (self.full_attn_allocator, self.swa_attn_allocator)
+        able = [side for side in sides if side.has_room(num_pages)]
+        if isinstance(batch, DecodeBatch) and len(able) == 1:
+            able[0].take_pages(num_pages)
             return None
         return super()._alloc_batch(batch)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 import pytest
@@ -360,6 +361,8 @@ def hunts(monkeypatch: pytest.MonkeyPatch, leak: Trace) -> list[tuple[str, str, 
         return Hunt(fault, source, programs, FAULTS[fault].laws if found else frozenset(), found)
 
     monkeypatch.setattr(hunting, "hunt", hunt)
+    # Threads instead of processes, so that what is asked for is seen here.
+    monkeypatch.setattr(hunting, "worker_processes", lambda: ThreadPool(1))
     return asked
 
 
