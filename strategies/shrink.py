@@ -343,10 +343,10 @@ def _simpler(op: Op, size: int, names: Sequence[int]) -> Iterator[Op]:
                 yield replace(op, tokens=fewer, tail=max(0, op.tail - (op.tokens - fewer)))
         case ops.Hostile():
             # No name at all is simplest, then the latest row; never back to an earlier one.
-            if (op.seq, op.other) != (-1, -1):
+            if op.seq != -1:
                 yield replace(op, seq=-1, other=-1)
-            for name in names[: names.index(op.seq) if op.seq in names else 4]:
-                yield replace(op, seq=name)
+                for name in names[: names.index(op.seq) if op.seq in names else 4]:
+                    yield replace(op, seq=name)
         case ops.Recover():
             if op.pages > 1:
                 yield replace(op, pages=1)
