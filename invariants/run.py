@@ -166,7 +166,7 @@ class Run:
             seq, row = next(iter(self.model.rows.items()))
             live = row.pages[0].swa != 0
             run = (i for i, page in enumerate(row.pages) if apart and (page.swa != 0) != live)
-            stop = next(run, len(row.pages))
+            stop = next(run, None)
             yield ops.FreeFull(seq, 0, stop) if apart and not live else ops.Free(seq, 0, stop, form)
 
     def _probing_ops(self, seq: int) -> Iterator[Op]:

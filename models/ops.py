@@ -8,6 +8,7 @@ Pages are counted within a sequence's row (0 is its first page). What an op may 
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated, ClassVar, Literal
 
 import msgspec
@@ -71,37 +72,37 @@ class SwaTail(Op, frozen=True, tag="swa_tail"):
     kind: ClassVar[str] = "swa_tail"
 
 
-class Free(Op, frozen=True, tag="free"):
-    """Pages ``[start, stop)`` of the row leave it, both sides; ``stop`` None is the row's end.
-    With ``overwrite`` the caller scribbles over the tensor after the call (law L8)."""
+class PagesOp(Op, frozen=True):
+    """Base of the frees: pages ``[start, stop)`` of a row, named in one of the forms; ``stop`` None
+    is the row's end. With ``overwrite`` the caller scribbles over its tensor after it (law L8)."""
 
     seq: Name
     start: Count = 0
     stop: Count | None = None
     form: Form = "slots"
     overwrite: bool = False
+    kind: ClassVar[str] = "pages"
+
+    def __post_init__(self) -> None:
+        # Defaults are recognised by identity, so that an op that was read is written as it was.
+        msgspec.structs.force_setattr(self, "form", sys.intern(self.form))
+
+
+class Free(PagesOp, frozen=True, tag="free"):
+    """The pages leave the row, both sides."""
+
     kind: ClassVar[str] = "free"
 
 
-class FreeSwa(Op, frozen=True, tag="free_swa"):
-    """The SWA peers of pages ``[start, stop)`` are released; the full slots stay in the row."""
+class FreeSwa(PagesOp, frozen=True, tag="free_swa"):
+    """The SWA peers of the pages are released; the full slots stay in the row."""
 
-    seq: Name
-    start: Count = 0
-    stop: Count | None = None
-    form: Form = "slots"
-    overwrite: bool = False
     kind: ClassVar[str] = "free_swa"
 
 
-class FreeFull(Op, frozen=True, tag="free_full"):
-    """Pages ``[start, stop)``, whose peers are gone, leave the row: the full side alone."""
+class FreeFull(PagesOp, frozen=True, tag="free_full"):
+    """The pages, whose peers are gone, leave the row: the full side alone."""
 
-    seq: Name
-    start: Count = 0
-    stop: Count | None = None
-    form: Form = "slots"
-    overwrite: bool = False
     kind: ClassVar[str] = "free_full"
 
 

@@ -68,8 +68,10 @@ class Model:
             return
         if isinstance(outcome, Raised):
             out = OUT_OF_BOUNDS.intersection((outcome.kind, *outcome.bases))
-            law = "bounds" if out else "raises"
-            self._reject(law, f"{op.kind} is allowed here", f"{outcome.kind}: {outcome.message}")
+            seen = f"{outcome.kind}: {outcome.message}"
+            if out:
+                self._reject("bounds", f"{op.kind} reads and writes within its buffers", seen)
+            self._reject("raises", f"{op.kind}, a legal call here, does not raise", seen)
         match op:
             case ops.Alloc() | ops.Extend() | ops.Decode() | ops.SwaTail() | ops.Restore():
                 self._accept_lent(op, outcome)

@@ -14,6 +14,8 @@ from kvcore.reports.wording import arguments, count
 from kvcore.strategies.shrink import NotReproduced, shrink
 from kvcore.targets.registry import UnknownTarget, open_target
 
+NO_REPLAY = "not by this name; a target called python:MODULE:FACTORY can be replayed and shrunk"
+
 MOST_OPS = 40
 """Of a longer program only the last ops are shown."""
 
@@ -26,6 +28,7 @@ def keep(broken: LawBroken, directory: Path, base: Path) -> str:
     path = save_trace(trace, base / directory)
     if path.is_relative_to(base):
         path = path.relative_to(base)
+    replay = replay_command(path) if _can_open(trace.header.target) else NO_REPLAY
     law = BY_ID[broken.violation.law]
     program = [f"{at:4}  {op.kind:<13}  {arguments(op)}" for at, op in enumerate(trace.ops)]
     return "\n".join(
@@ -34,9 +37,17 @@ def keep(broken: LawBroken, directory: Path, base: Path) -> str:
             f"{count(len(trace.ops), 'op')} on {trace.header.target}, {note}:",
             *(line.rstrip() for line in program[-MOST_OPS:]),
             f"trace:  {path}",
-            f"replay: {replay_command(path)}",
+            f"replay: {replay}",
         ]
     )
+
+
+def _can_open(target: str) -> bool:
+    try:
+        open_target(target)
+    except UnknownTarget:
+        return False
+    return True
 
 
 def _smallest(broken: LawBroken) -> tuple[Trace, str]:

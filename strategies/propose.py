@@ -303,31 +303,33 @@ def _clear(model: Model, choices: Choices) -> Op:
 GHOST_CALLS = ("free_again", "free_pending", "map_pending")
 """Hostile calls whose ``seq`` names slots that a row gave up."""
 
-HOSTILE_TRIES = 4
+HOSTILE_CALLS_TRIED = 6
+"""How many hostile calls are tried before the proposal is given up."""
+
+NAMES_TRIED = 3
 """How many names are tried for each place of a hostile call."""
 
 
 def _hostile(model: Model, choices: Choices) -> Op | None:
     """A call that would be wrong now; half of the time one about a group or given-up slots, since
     few states make those possible."""
-    first, second = choices.below(64), choices.below(64)
-    names = [*model.rows, *model.backups]
-    waiting = [
-        name for name, pages in model.ghosts.items() if not model.full.pending.isdisjoint(pages)
-    ]
-    able: list[Op] = []
-    for call in sorted(model.contract.hostile):
-        pool = (waiting or list(model.ghosts)) if call in GHOST_CALLS else names
-        tried = (
-            ops.Hostile(call, seq, other)
-            for seq in _rotated(pool, first)
-            for other in _rotated(names, second)
-        )
-        if (op := next(filter(model.allows, tried), None)) is not None:
-            able.append(op)
+    calls = sorted(model.contract.hostile)
     if choices.below(2):
-        able = [op for op in able if isinstance(op, ops.Hostile) and _is_rare(op.call)] or able
-    return able[choices.below(len(able))] if able else None
+        calls = [call for call in calls if _is_rare(call)] or calls
+    names = [*model.rows, *model.backups]
+    pending = model.full.pending
+    waiting = [name for name, pages in model.ghosts.items() if not pending.isdisjoint(pages)]
+    first, second = choices.below(16), choices.below(16)
+    for _ in range(min(len(calls), HOSTILE_CALLS_TRIED)):
+        # Drawn anew each time: the next one in the list would be tried far too often.
+        call = calls[choices.below(len(calls))]
+        pool = (waiting or list(model.ghosts)) if call in GHOST_CALLS else names
+        for seq in _rotated(pool, first):
+            for other in _rotated(names, second):
+                op = ops.Hostile(call, seq, other)
+                if model.allows(op):
+                    return op
+    return None
 
 
 def _is_rare(call: str) -> bool:
@@ -336,7 +338,7 @@ def _is_rare(call: str) -> bool:
 
 def _rotated(names: list[int], start: int) -> list[int]:
     """A few names from a chosen one on; nobody if there are none."""
-    few = min(len(names), HOSTILE_TRIES)
+    few = min(len(names), NAMES_TRIED)
     return [names[(start + i) % len(names)] for i in range(few)] or [-1]
 
 

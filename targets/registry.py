@@ -6,6 +6,9 @@ out the families themselves.
 
 from __future__ import annotations
 
+import importlib
+import os
+import sys
 from pathlib import Path
 
 from kvcore.targets.core import core_target
@@ -35,6 +38,10 @@ def list_targets() -> list[tuple[str, str]]:
             "the same as #exhaustion on the release's own page kernels (needs triton and "
             "TRITON_INTERPRET=1)",
         ),
+        (
+            "python:MODULE:FACTORY",
+            "your own: a function of a Geometry that returns a Target, importable from here",
+        ),
         ("fault:ID", "kvcore with one known fault put in; `kvcore faults` lists them"),
     ]
 
@@ -49,6 +56,8 @@ def open_target(name: str) -> TargetFactory:
         return _fault(rest)
     if family == "sglang" and colon:
         return _release(name, rest)
+    if family == "python" and colon:
+        return _imported(rest)
     known = ", ".join(pattern for pattern, _ in list_targets())
     raise UnknownTarget(f"unknown target {name!r}; known: {known}")
 
@@ -64,7 +73,7 @@ def variants(name: str) -> list[str]:
 
 def may_crash(name: str) -> bool:
     """Whether code that is not ours runs here, so that programs belong in a child process."""
-    return name.startswith("sglang:")
+    return name.startswith(("sglang:", "python:"))
 
 
 def hybrid_only(name: str) -> bool:
@@ -77,6 +86,24 @@ def _fault(fault: str) -> TargetFactory:
         known = ", ".join(sorted(FAULTS))
         raise UnknownTarget(f"unknown fault {fault!r}; known: {known}")
     return lambda geometry: fault_target(fault, geometry)
+
+
+def _imported(rest: str) -> TargetFactory:
+    module, colon, attribute = rest.partition(":")
+    if not (module and colon and attribute):
+        raise UnknownTarget(f"'python:{rest}' is incomplete; expected python:MODULE:FACTORY")
+    # A console script does not look where the user stands, as `python -m` does.
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        factory: TargetFactory = getattr(importlib.import_module(module), attribute)
+    except ImportError as error:
+        raise UnknownTarget(f"module {module!r} cannot be imported: {error}") from error
+    except AttributeError:
+        raise UnknownTarget(f"module {module!r} has no {attribute!r}") from None
+    if not callable(factory):
+        raise UnknownTarget(f"{module}:{attribute} is not callable; expected a target factory")
+    return factory
 
 
 def _release(name: str, rest: str) -> TargetFactory:

@@ -252,7 +252,7 @@ def test_where_tombstones_are_freed_alone_the_end_frees_them_so(make_scene: Make
         ops.FreeFull(1, 0, 1),
         ops.Free(1, 0, 2),
         ops.FreeFull(1, 0, 1),
-        ops.Free(1, 0, 1),
+        ops.Free(1),
     ]
     assert scene.run.violation is None
 
