@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvcore.models import ops
 from kvcore.models.hostile import HOSTILE_CALLS
+from kvcore.models.ops import Form
 from kvcore.models.state import NO_PEER, Page
 
 if TYPE_CHECKING:
@@ -139,37 +140,32 @@ def _span(model: Model, seq: int, start: int, stop: int | None) -> tuple[list[Pa
 
 
 def _free(model: Model, op: ops.Free) -> Reason:
-    pages, reason = _span(model, op.seq, op.start, op.stop)
     contract = model.contract
-    if op.form not in contract.free_forms:
-        return f"this target's callers do not free by {op.form}"
-    if op.form in contract.live_frees and any(page.swa == 0 for page in pages):
-        return "this target's callers free such pages with free_full"
-    if op.overwrite and not contract.overwrite_deferred:
-        return "this target's callers keep the tensors that they free"
-    return reason
+    return _named(model, op, contract.free_forms, contract.live_frees)
 
 
 def _free_swa(model: Model, op: ops.FreeSwa) -> Reason:
     if not model.geometry.hybrid:
         return "there is no SWA pool"
-    pages, reason = _span(model, op.seq, op.start, op.stop)
     contract = model.contract
-    if op.form not in contract.free_swa_forms:
-        return f"this target's callers do not free_swa by {op.form}"
-    if op.form in contract.live_swa_frees and any(page.swa == 0 for page in pages):
-        return "this target's callers free_swa pages with a live peer only"
-    if op.overwrite and not contract.overwrite_deferred:
-        return "this target's callers keep the tensors that they free"
-    return reason
+    return _named(model, op, contract.free_swa_forms, contract.live_swa_frees)
 
 
 def _free_full(model: Model, op: ops.FreeFull) -> Reason:
+    forms = model.contract.free_forms - {"sparse"}
+    reason = _named(model, op, forms, frozenset())
+    pages, _ = _span(model, op.seq, op.start, op.stop)
+    return "a page still has its peer" if reason is None and any(p.swa for p in pages) else reason
+
+
+def _named(model: Model, op: ops.PagesOp, forms: frozenset[Form], live: frozenset[Form]) -> Reason:
+    """What all frees have in common: the pages are there, and callers name such pages so.
+    ``live``: the forms for which every page must still have its peer."""
     pages, reason = _span(model, op.seq, op.start, op.stop)
-    if op.form == "sparse" or op.form not in model.contract.free_forms:
-        return f"callers do not free_full by {op.form}"
-    if any(page.swa for page in pages):
-        return "a page still has its peer"
+    if op.form not in forms:
+        return f"this target's callers do not {op.kind} by {op.form}"
+    if op.form in live and any(page.swa == 0 for page in pages):
+        return f"this target's callers {op.kind} pages with a live peer only"
     if op.overwrite and not model.contract.overwrite_deferred:
         return "this target's callers keep the tensors that they free"
     return reason

@@ -62,10 +62,14 @@ class Crashed:
 JobResult = Burst | Died | Crashed
 
 
-def fork_if_possible() -> multiprocessing.context.BaseContext:
+Context = multiprocessing.context.ForkContext | multiprocessing.context.SpawnContext
+
+
+def fork_if_possible() -> Context:
     """Children of a fork share the loaded torch; without fork they load it anew."""
-    methods = multiprocessing.get_all_start_methods()
-    return multiprocessing.get_context("fork" if "fork" in methods else "spawn")
+    if "fork" in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("fork")
+    return multiprocessing.get_context("spawn")
 
 
 def worker_processes() -> multiprocessing.pool.Pool:
@@ -157,11 +161,11 @@ def _serve(jobs: Connection, journal_path: Path) -> None:
 
 
 class _Worker:
-    def __init__(self, context: multiprocessing.context.BaseContext, journal: Path) -> None:
+    def __init__(self, context: Context, journal: Path) -> None:
         self.journal = journal
         self.job: Job | None = None
         self.connection, other = context.Pipe()
-        self._process = context.Process(target=_serve, args=(other, journal), daemon=True)  # type: ignore[attr-defined]
+        self._process = context.Process(target=_serve, args=(other, journal), daemon=True)
         self._process.start()
         other.close()
 
@@ -216,12 +220,12 @@ class WorkerPool:
         drawn when a worker is idle, so that an iterator can end when time is up."""
         for worker in self._workers:
             self._feed(worker, jobs)
-        while busy := {w.connection: w for w in self._workers if w.job is not None}:
-            ready = wait(list(busy), timeout=poll)
+        while busy := self._busy():
+            ready = wait([worker.connection for worker in busy.values()], timeout=poll)
             if not ready:
                 yield None
             for connection in ready:
-                worker = busy[connection]  # type: ignore[index]
+                worker = busy[connection]
                 job, result = worker.job, worker.result()
                 worker.job = None
                 if isinstance(result, Died):
@@ -230,6 +234,9 @@ class WorkerPool:
                 self._feed(worker, jobs)
                 if job is not None:
                     yield job, result
+
+    def _busy(self) -> dict[object, _Worker]:
+        return {worker.connection: worker for worker in self._workers if worker.job is not None}
 
     def _feed(self, worker: _Worker, jobs: Iterator[Job]) -> None:
         job = next(jobs, None)

@@ -35,6 +35,8 @@ class Fault:
         validate: whether the core's value checks are on; off where they would stop the fault's
             consequences before a law sees them.
         page_sizes: where the fault can show. Every fault needs an SWA side.
+        programs: what the walker needs to find it, the median of five seeds (`kvcore faults`); a
+            test fails where it takes ten times as many.
     """
 
     id: str
@@ -45,6 +47,7 @@ class Fault:
     parts: CoreParts
     validate: bool = True
     page_sizes: tuple[int, ...] = ANY_PAGE_SIZE
+    programs: int = 1
 
     def is_shown_by(self, violation: Violation) -> bool:
         """Whether one of its laws is among the broken ones: a violation is named after the first
@@ -72,6 +75,7 @@ _LEDGER = (
         "free in a group looks the peers up at the end, after the slot may have been remapped.",
         _laws("L3 L6 hostile"),
         CoreParts(hybrid=groups.DeferredFreeLookup),
+        programs=12,
     ),
     Fault(
         "page-clears-one-slot",
@@ -90,6 +94,7 @@ _LEDGER = (
         _laws("L4"),
         CoreParts(hybrid=mappings.TailKeepsStalePeer),
         page_sizes=LARGER_PAGES,
+        programs=2,
     ),
     Fault(
         "segment-frees-padding",
@@ -130,6 +135,7 @@ _LEDGER = (
         "A decode fails for want of SWA pages and keeps the full pages that it took.",
         _laws("L5"),
         CoreParts(hybrid=capacity.DecodeHalfFailure),
+        programs=2,
     ),
     Fault(
         "kernel-before-check",
@@ -213,6 +219,7 @@ _LEDGER = (
         "The saved SWA rows are restored by the new slots' mask alone and land on other tokens.",
         _laws("stamps"),
         CoreParts(pool=pools.RestoreShiftsMask),
+        programs=2,
     ),
     Fault(
         "pool-without-host-copy",

@@ -262,7 +262,7 @@ CASES = [
         "a free of a tombstone where callers free_full it",
         DEAD,
         ops.Free(1),
-        "with free_full",
+        "with a live peer only",
         contract=Contract(live_frees=frozenset(("slots",))),
     ),
     Case(
