@@ -35,7 +35,7 @@ class Fault:
         validate: whether the core's value checks are on; off where they would stop the fault's
             consequences before a law sees them.
         page_sizes: where the fault can show. Every fault needs an SWA side.
-        programs: what the walker needs to find it, the median of five seeds (`kvcore faults`); a
+        programs: what the walker needs to find it, the median of nine seeds (`kvcore faults`); a
             test fails where it takes ten times as many.
     """
 
@@ -135,7 +135,7 @@ _LEDGER = (
         "A decode fails for want of SWA pages and keeps the full pages that it took.",
         _laws("L5"),
         CoreParts(hybrid=capacity.DecodeHalfFailure),
-        programs=2,
+        programs=3,
     ),
     Fault(
         "kernel-before-check",
@@ -219,7 +219,7 @@ _LEDGER = (
         "The saved SWA rows are restored by the new slots' mask alone and land on other tokens.",
         _laws("stamps"),
         CoreParts(pool=pools.RestoreShiftsMask),
-        programs=2,
+        programs=3,
     ),
     Fault(
         "pool-without-host-copy",
