@@ -22,6 +22,7 @@ from kvcore.targets.faults.free_lists import UncountedHybrid
 torch.set_num_threads(1)
 
 SEED = 9
+SEEDS = (0, 1, 2)
 SLACK = 10
 """A fault is lost when it takes this many times the programs that the ledger records."""
 
@@ -112,17 +113,16 @@ def run_on_core(fault: Fault, geometry: Geometry, program: list[Op]) -> Verdict:
     return replay(right, geometry, program)
 
 
-def walk_until_found(fault: Fault) -> tuple[Geometry, Verdict]:
-    """The first failing program of one seeded walk."""
-    rng = random.Random(SEED)
+def walk_until_found(fault: Fault, seed: int) -> tuple[Geometry, Verdict] | None:
+    """The first failing program of one seeded walk; None if it takes too many."""
+    rng = random.Random(seed)
     plan = WalkPlan(fault.page_sizes)
-    limit = SLACK * fault.programs
-    for _ in range(limit):
+    for _ in range(SLACK * fault.programs):
         geometry, length = plan.draw(rng)
         verdict = drive(Run(fault_target(fault.id, geometry)), Walker(rng, length))
         if verdict.violation is not None:
             return geometry, verdict
-    pytest.fail(f"{fault.id} was not found in {limit} programs of seed {SEED}")
+    return None
 
 
 def test_every_fault_of_the_allocator_and_the_pool_is_in_the_ledger() -> None:
@@ -145,10 +145,14 @@ def test_no_two_faults_are_one_variant() -> None:
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
 def test_the_walker_finds_the_fault_by_its_laws_and_clears_the_core(fault: Fault) -> None:
-    geometry, verdict = walk_until_found(fault)
-    assert verdict.violation is not None
-    assert fault.is_shown_by(verdict.violation), verdict.violation
-    assert run_on_core(fault, geometry, list(verdict.program)).violation is None
+    walks = [walk_until_found(fault, seed) for seed in SEEDS]
+    found = [walk for walk in walks if walk is not None]
+    # The median, as in the ledger.
+    assert len(found) > len(SEEDS) / 2, f"{fault.id}: too late with most of the seeds {SEEDS}"
+    for geometry, verdict in found:
+        assert verdict.violation is not None
+        assert fault.is_shown_by(verdict.violation), verdict.violation
+        assert run_on_core(fault, geometry, list(verdict.program)).violation is None
 
 
 @pytest.mark.parametrize("sort", [False, True], ids=["unsorted", "sorted"])
