@@ -29,7 +29,7 @@ class Check:
 
     @property
     def host(self) -> HostView:
-        """The view after the op in plain lists; the vectorised laws never ask for it."""
+        """The view after the op in plain lists, made when a law first asks for it."""
         if self._host is None:
             self._host = self.after.host()
         return self._host

@@ -32,8 +32,9 @@ def pages_clause(
 
 
 def conservation(check: Check) -> list[Clause]:
-    """L1: the free pages are exactly those that the model says are free."""
-    clauses: list[Clause] = []
+    """L1: the free pages are exactly those that the model says are free, and a call that must
+    change nothing loses none that waits for the end of the group."""
+    clauses = pending_kept(check)
     for name, side, free in check.sides():
         seen = set(free)
         if seen == side.free:
@@ -53,6 +54,27 @@ def conservation(check: Check) -> list[Clause]:
             clauses.append(
                 pages_clause(
                     "L1", f"{name} pages {some(extra)} {holder}, not free", "free", name, extra
+                )
+            )
+    return clauses
+
+
+def pending_kept(check: Check) -> list[Clause]:
+    """L1 of the group: a call that must change nothing leaves what waits for the group's end. At
+    other calls an implementation may keep account of that as it likes, until the end."""
+    if not check.op.hostile or check.before is None:
+        return []
+    clauses: list[Clause] = []
+    befores, afters = check.before.host().pending, check.host.pending
+    for name, before, after in zip(("full", "swa"), befores, afters, strict=False):
+        if set(before) != set(after):
+            clauses.append(
+                pages_clause(
+                    "L1",
+                    f"{name} pages {some(set(before))} pending in the group, as before the call",
+                    f"{some(set(after))} pending",
+                    name,
+                    set(before) ^ set(after),
                 )
             )
     return clauses

@@ -26,8 +26,11 @@ from kvcore.targets.protocol import Target, View
 PLAIN_SLOTS = 4096
 """Pools with more slots than this are checked in vectorised form."""
 
-ANSWER_LAWS = ("layout", "bounds", "raises", "hostile")
+ANSWER_LAWS = ("layout", "bounds", "raises")
 """Laws that the model judges on every answer."""
+
+OCCASIONAL_LAWS = ("L5", "L6", "L8", "stamps", "hostile")
+"""Laws that have something to ask at some steps only, or of some targets."""
 
 DRAIN = "drain"
 """Op kind of a violation that shows only after everything was given back."""
@@ -119,6 +122,7 @@ class Run:
         }
         self._checked: Counter[tuple[bool, bool]] = Counter()
         self._judged = 0
+        self._asked: Counter[str] = Counter()
 
     def step(self, op: Op) -> Outcome | Skipped:
         """Apply one op if it is allowed; raises `LawBroken` when a law breaks."""
@@ -175,6 +179,9 @@ class Run:
         pages = min(geometry.full_pages, geometry.swa_pages or geometry.full_pages)
         yield ops.Extend(((seq, pages * geometry.page_size),))
         yield ops.Extend(((seq + 1, 1),))
+        yield from self._closing_ops()
+        if geometry.full_pages > pages:
+            yield ops.LoadBack(seq + 2, geometry.full_pages, pages)
 
     def _perform(self, op: Op, kind: str, *, drained: bool) -> Outcome:
         before = self._view_before(op)
@@ -182,6 +189,7 @@ class Run:
         if isinstance(outcome, Refused):
             self.tally.refusals += 1
         self._judged += 1
+        self._asked["hostile"] += op.hostile
         try:
             self.model.accept(op, outcome)
         except Mismatch as mismatch:
@@ -198,9 +206,11 @@ class Run:
 
     def _view_before(self, op: Op) -> View | None:
         """The view of the moment before ``op``: the last one, or a new one for law L5."""
+        if op.hostile:
+            return self.target.view(stamps=True)
         if self._last is not None:
             return self._last
-        if op.hostile or self.model.must_refuse(op) or self._every == 1:
+        if self.model.must_refuse(op) or self._every == 1:
             return self.target.view(stamps=False)
         return None
 
@@ -220,10 +230,15 @@ class Run:
         self, op: Op, outcome: Outcome, before: View | None, *, drained: bool
     ) -> list[Clause]:
         """Check every law that is due now, on a new view."""
-        periodic = drained or len(self.program) % self._period == 0
+        # After a hostile call everything is looked at: it may have changed what is rarely seen.
+        periodic = drained or op.hostile or len(self.program) % self._period == 0
         self._last = self.target.view(stamps=periodic)
         check = Check(self.model, op, outcome, before, self._last, self._held, drained)
         self._checked[(periodic, drained)] += 1
+        self._asked["L5"] += isinstance(outcome, Refused | Raised) and before is not None
+        self._asked["L6"] += isinstance(op, ops.GroupEnd)
+        self._asked["L8"] += self._last.holds_answers
+        self._asked["stamps"] += self._last.holds_stamps
         clauses: list[Clause] = []
         for _, form in self._due[(periodic, drained)]:
             clauses += form(check)
@@ -236,6 +251,10 @@ class Run:
                 self.tally.checks[law] += rounds
         for law in ANSWER_LAWS:
             self.tally.checks[law] += self._judged
+        # Laws that ask only now and then count the times when they asked.
+        for law in OCCASIONAL_LAWS:
+            self.tally.checks[law] = 0
+        self.tally.checks.update(self._asked)
         self._checked.clear()
         self._judged = 0
 

@@ -1,7 +1,8 @@
 """The laws in vectorised form: tensors of large pools, the same clauses as the plain form.
 
-Each function works on the view's tensors on their device and brings only broken pages to the host.
-Laws without an entry here cost nothing in the size of the pool and keep their plain form. A test
+Each function works on the view's tensors on their device and brings only broken pages to the host;
+what the model says is still gathered from its rows in Python. Laws without an entry here keep their
+plain form, and with it the view's lists. A test
 holds every entry against the plain form of the same law.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 import torch
 
 from kvcore.invariants.check import Check, LawForm
+from kvcore.invariants.plain import pending_kept
 from kvcore.models import Clause, Model
 from kvcore.models.state import NO_PEER, UNKNOWN, Page, Side
 from kvcore.models.violation import some
@@ -46,7 +48,7 @@ def _clause(law: str, expected: str, seen: str, side: str, pages: tuple[int, ...
 
 def conservation(check: Check) -> list[Clause]:
     """L1 on tensors."""
-    clauses: list[Clause] = []
+    clauses = pending_kept(check)
     for name, side, free in _sides(check):
         wanted = _mask(side.free, side.total, free.device)
         seen = _counts(free, side.total) > 0

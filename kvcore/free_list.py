@@ -87,7 +87,7 @@ class FreeList:
         Raises:
             DoubleFreeError: more pages would be free than exist.
         """
-        self._check_surplus(pages.numel())
+        self.require_place_for(pages.numel())
         if self._need_sort:
             self._append_released(pages)
         elif self._newest_first:
@@ -106,9 +106,12 @@ class FreeList:
         self._num_queued = merged.numel()
         self._num_released = 0
 
-    def _check_surplus(self, count: int) -> None:
-        # The one double free that the host sees without reading the device; it also keeps the ring
-        # from overwriting its own front.
+    def require_place_for(self, count: int) -> None:
+        """Raise DoubleFreeError if `count` more free pages would be more than exist.
+
+        The one double free that the host sees without reading the device; it also keeps the ring
+        from overwriting its own front.
+        """
         if self.num_pages + count > self._capacity:
             raise DoubleFreeError(
                 f"give of {count} pages to {self.num_pages} free ones: expected at most "

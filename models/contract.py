@@ -11,13 +11,13 @@ import msgspec
 from kvcore.models.ops import OP_KINDS, Form
 
 ALL_FORMS: frozenset[Form] = frozenset(("slots", "sparse", "segment", "segments"))
-SWA_FORMS: frozenset[Form] = frozenset(("slots", "sparse", "segment"))
 
 
 class Contract(msgspec.Struct, frozen=True):
     """Which ops and variants are in.
 
-    ``ops``: kinds that callers use. ``forms``: by free kind, how pages may be named.
+    ``ops``: kinds that callers use. ``free_forms``, ``free_swa_forms``: how pages may be
+    named in each.
     ``live_frees``: pages given to ``free`` must all have a live peer, by form.
     ``live_swa_frees``: the same for ``free_swa``.
     ``overwrite_lent``, ``overwrite_deferred``: whether callers scribble over tensors that they were
@@ -31,7 +31,7 @@ class Contract(msgspec.Struct, frozen=True):
 
     ops: frozenset[str] = frozenset(OP_KINDS)
     free_forms: frozenset[Form] = ALL_FORMS
-    free_swa_forms: frozenset[Form] = SWA_FORMS
+    free_swa_forms: frozenset[Form] = ALL_FORMS
     live_frees: frozenset[Form] = frozenset()
     live_swa_frees: frozenset[Form] = frozenset()
     overwrite_lent: bool = True

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import msgspec
 
+MOST_SLOTS = 2**26
+"""More slots than a run on one machine can be meant to have; a typing error in a trace."""
+
 
 class Geometry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """Sizes of the pools on trial.
@@ -29,6 +32,8 @@ class Geometry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_f
             raise ValueError(f"full_pages is {self.full_pages}, expected at least 1")
         if self.swa_pages < 0:
             raise ValueError(f"swa_pages is {self.swa_pages}, expected 0 or more")
+        if (slots := (self.full_pages + self.swa_pages) * self.page_size) > MOST_SLOTS:
+            raise ValueError(f"pools of {slots} slots, expected at most {MOST_SLOTS} in all")
 
     @property
     def hybrid(self) -> bool:

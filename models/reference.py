@@ -19,7 +19,7 @@ from kvcore.models.mismatch import Mismatch
 from kvcore.models.outcomes import Done, Lent, Outcome, Raised, Refused
 from kvcore.models.rules import demand, lacks_room, why_not
 from kvcore.models.state import NO_PEER, UNKNOWN, Backup, Page, Row, Side
-from kvcore.models.violation import Clause, some
+from kvcore.models.violation import Clause
 
 OUT_OF_BOUNDS = frozenset(("IndexError", "ProcessDied"))
 """Errors that mean: the target read or wrote beyond a buffer."""
@@ -73,9 +73,14 @@ class Model:
                 self._reject("bounds", f"{op.kind} reads and writes within its buffers", seen)
             self._reject("raises", f"{op.kind}, a legal call here, does not raise", seen)
         match op:
-            case ops.Alloc() | ops.Extend() | ops.Decode() | ops.SwaTail() | ops.Restore():
-                self._accept_lent(op, outcome)
-            case ops.LoadBack():
+            case (
+                ops.Alloc()
+                | ops.Extend()
+                | ops.Decode()
+                | ops.SwaTail()
+                | ops.Restore()
+                | ops.LoadBack()
+            ):
                 self._accept_lent(op, outcome)
             case ops.LoadBackSwa():
                 self._accept_load_back_swa(op, outcome)
@@ -312,7 +317,3 @@ class Model:
         for seq, row in self.rows.items():
             for page in row.pages:
                 yield seq, page
-
-    def describe_free(self) -> str:
-        """Both sides' free pages, for messages."""
-        return f"full {some(self.full.free)}; SWA {some(self.swa.free)}"

@@ -45,7 +45,7 @@ TraceArgument = Annotated[
 def verify(
     target: TargetOption = "kvcore",
     profile: Annotated[
-        str, typer.Option(metavar="NAME", help="How thorough: dev, ci or nightly.")
+        str, typer.Option(metavar="NAME", help="How long: dev, ci or nightly.")
     ] = "ci",
     page_size: Annotated[
         list[int] | None,

@@ -45,7 +45,7 @@ def read_trace(path: Path) -> Trace:
 def trace_name(trace: Trace) -> str:
     """A file name that says law, op kind and target, and differs between any two traces."""
     violation = trace.violation
-    what = f"{violation.law}-{violation.op_kind}" if violation else "clean"
+    what = f"{violation.law}-{violation.op_kind.replace(' ', '-')}" if violation else "clean"
     digest = hashlib.sha256(encode_trace(trace)).hexdigest()[:HASH_DIGITS]
     return f"{what}-{_slug(trace.header.target)}-{digest}{SUFFIX}"
 
@@ -67,8 +67,14 @@ def save_trace(trace: Trace, directory: Path = DEFAULT_DIRECTORY) -> Path:
 
 
 def write_trace(trace: Trace, path: Path) -> None:
-    """Write ``trace`` to ``path``: whole, or not at all. Raises `TraceFileError`."""
+    """Write ``trace`` to ``path``: whole, or not at all. Raises `TraceFileError`.
+
+    A link is followed; anything else than a regular file is left alone.
+    """
     with _writing(path):
+        path = path.resolve()
+        if path.exists() and not path.is_file():
+            raise TraceFileError(f"{path}: cannot be written: it is not a regular file")
         descriptor, scratch = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:
             with os.fdopen(descriptor, "wb") as file:
@@ -93,6 +99,9 @@ def check_directory(directory: Path) -> None:
         raise TraceFileError(f"{directory}: cannot be written: {place} is not a directory")
     if not os.access(place, os.W_OK | os.X_OK):
         raise TraceFileError(f"{directory}: cannot be written: no permission to write to {place}")
+    # Some file systems show only when asked that nothing can be made in them.
+    with _writing(directory), tempfile.TemporaryFile(dir=place):
+        pass
 
 
 def check_file(path: Path) -> None:
@@ -100,8 +109,11 @@ def check_file(path: Path) -> None:
     there."""
     with _writing(path):
         taken, missing = path.is_dir(), not path.parent.exists()
+        special = path.exists() and not path.is_file()
     if taken:
         raise TraceFileError(f"{path}: cannot be written: it is a directory")
+    if special:
+        raise TraceFileError(f"{path}: cannot be written: it is not a regular file")
     if missing:
         raise TraceFileError(f"{path}: cannot be written: there is no directory {path.parent}")
     check_directory(path.parent)

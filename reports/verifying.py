@@ -32,6 +32,11 @@ from kvcore.strategies.shrink import NotReproduced, Shrunk, shrink
 from kvcore.strategies.workers import available_cpus
 from kvcore.targets.registry import may_crash, open_target
 
+MOST_WORKERS = 256
+
+MOST_PAGE_SIZE = 1024
+"""Larger pages than any engine's make every step of a search slow, and show nothing more."""
+
 
 def make_plan(
     target: str,
@@ -48,14 +53,23 @@ def make_plan(
     usual = default_budget(target, profile)
     for size in page_sizes:
         edge.at_least(1, size, "--page-size")
+        if size > MOST_PAGE_SIZE:
+            raise BadInput(f"--page-size is {size}, expected at most {MOST_PAGE_SIZE}")
     return Plan(
         target=target,
         page_sizes=tuple(dict.fromkeys(page_sizes)),
         seed=edge.at_least(0, seed, "--seed"),
         time_budget=usual if time_budget is None else edge.parse_budget(time_budget),
-        workers=edge.at_least(1, workers if workers is not None else available_cpus(), "--workers"),
+        workers=_workers(workers),
         profile=profile,
     )
+
+
+def _workers(wanted: int | None) -> int:
+    number = edge.at_least(1, available_cpus() if wanted is None else wanted, "--workers")
+    if number > MOST_WORKERS:
+        raise BadInput(f"--workers is {number}, expected at most {MOST_WORKERS}")
+    return number
 
 
 def run(plan: Plan, traces: Path) -> Status:

@@ -106,7 +106,7 @@ def _law(violation: Violation) -> Text:
     law = BY_ID[violation.law]
     return Text.assemble(
         ("\nThe law", "bold"),
-        f" {law.id}, {law.title}: {law.sentence} Reported before as {law.source}.",
+        f" {law.id}, {law.title}: {law.sentence} An example in public: {law.source}.",
     )
 
 

@@ -41,7 +41,8 @@ class Hunt:
 
 
 def hunt(fault: str, source: SourceName, seeds: Sequence[int], limit: int) -> Hunt:
-    """Look for ``fault`` with each seed, up to ``limit`` programs, and shrink what is found."""
+    """Look for ``fault`` with each seed, up to ``limit`` programs, and shrink what is found. Only a
+    violation of one of the fault's own laws counts."""
     name = f"fault:{fault}"
     factory = open_target(name)
     plan = WalkPlan(FAULTS[fault].page_sizes)
@@ -50,12 +51,19 @@ def hunt(fault: str, source: SourceName, seeds: Sequence[int], limit: int) -> Hu
     laws: frozenset[str] = frozenset()
     for seed in seeds:
         burst = run_burst(
-            source, factory, plan, seed=seed, programs=limit, stop_at_first=True, period=1
+            source,
+            factory,
+            plan,
+            seed=seed,
+            programs=limit,
+            stop_at=FAULTS[fault].is_shown_by,
+            period=1,
         )
-        if not burst.failures:
+        shown = [failure for failure in burst.failures if FAULTS[fault].is_shown_by(failure[3])]
+        if not shown:
             found.append(None)
             continue
-        before, geometry, program, violation = burst.failures[0]
+        before, geometry, program, violation = shown[0]
         found.append(before + 1)
         laws |= violation.laws
         shrunk.append(shrink(name, geometry, program, violation))

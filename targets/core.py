@@ -152,6 +152,11 @@ class SingleDialect(CoreDialect[SinglePoolAllocator]):
         free = all_free(self.allocator)
         return free, free[:0]
 
+    def pending_pages(self) -> tuple[torch.Tensor, ...]:
+        """Pages queued in the group."""
+        pending = self.allocator.pending_pages
+        return pending, pending[:0]
+
     def mapping(self) -> torch.Tensor:
         """Empty."""
         return torch.empty(0, dtype=torch.int64, device=self.device)
@@ -176,6 +181,8 @@ class HybridDialect(CoreDialect[SWATokenToKVPoolAllocator]):
         """`free_swa` and its segment form."""
         if form == "segment":
             self.allocator.free_swa_segment(slots, start_pos=start)
+        elif form == "segments":
+            self.allocator.free_swa_segments(self.halves(slots, start))
         else:
             self.allocator.free_swa(slots)
 
@@ -204,6 +211,15 @@ class HybridDialect(CoreDialect[SWATokenToKVPoolAllocator]):
         full, swa = self.allocator.full_attn_allocator, self.allocator.swa_attn_allocator
         return all_free(full), all_free(swa)
 
+    def pending_pages(self) -> tuple[torch.Tensor, ...]:
+        """Pages queued on both sides, and the peers that the group has yet to capture."""
+        whole = self.allocator
+        first = whole.queued_peer_slots // whole.page_size * whole.page_size
+        slots = first[:, None] + torch.arange(whole.page_size, device=self.device)
+        queued = whole.full_to_swa_index_mapping[slots].amax(dim=1) // whole.page_size
+        swa = torch.cat([whole.swa_attn_allocator.pending_pages, queued[queued > 0]])
+        return whole.full_attn_allocator.pending_pages, torch.unique(swa)
+
     def mapping(self) -> torch.Tensor:
         """`full_to_swa_index_mapping`."""
         return self.allocator.full_to_swa_index_mapping
@@ -221,6 +237,7 @@ class HybridDialect(CoreDialect[SWATokenToKVPoolAllocator]):
             outer=(
                 whole.page_size,
                 whole.page_size,
+                whole.size,
                 whole.size_full,
                 whole.size_swa,
                 whole.full_available_size(),
@@ -229,7 +246,11 @@ class HybridDialect(CoreDialect[SWATokenToKVPoolAllocator]):
                 int(whole.new_pages_available(pages[0] + 1, 0)),
                 int(whole.new_pages_available(0, pages[1] + 1)),
             ),
-            inner=(full.page_size, swa.page_size, full.size, swa.size, *rooms, 1, 0, 0),
+            inner=(
+                *(full.page_size, swa.page_size, min(full.size, swa.size), full.size, swa.size),
+                *rooms,
+                *(1, 0, 0),
+            ),
         )
 
 

@@ -94,6 +94,10 @@ class Dialect(Protocol):
         """Page ids in all free containers of the (full, SWA) side, int64."""
         ...
 
+    def pending_pages(self) -> tuple[torch.Tensor, ...]:
+        """(full, SWA) pages that wait for the end of the group; empty if nobody can tell."""
+        ...
+
     def mapping(self) -> torch.Tensor:
         """The mapping tensor; empty without an SWA side."""
         ...

@@ -49,6 +49,17 @@ def attempt(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         raise CallRaised(raised) from error
 
 
+def _some_of_each_page(slots: list[int], size: int, start: int) -> list[int]:
+    """One slot of each page, two of every other one, last page first; which ones varies."""
+    named: list[int] = []
+    for number, at in enumerate(range(0, len(slots), size)):
+        page = slots[at : at + size]
+        named.append(page[(start + number) % len(page)])
+        if number % 2 and len(page) > 1:
+            named.append(page[(start + number + 1) % len(page)])
+    return named[::-1]
+
+
 class AllocatorTarget:
     """One allocator under one contract, with the pool that holds the stamps."""
 
@@ -89,6 +100,7 @@ class AllocatorTarget:
             swa_free=swa,
             mapping=self._dialect.mapping(),
             stamps=self._pool.contents() if stamps else (),
+            pending=self._dialect.pending_pages() if stamps else (),
             held=dict(self._held),
             answers=self._dialect.answers(),
         )
@@ -265,7 +277,7 @@ class AllocatorTarget:
         size = self.geometry.page_size
         slots = self._span(op.seq, op.start, op.stop)
         if op.form == "sparse":
-            slots = slots[::size][::-1]
+            slots = _some_of_each_page(slots, size, op.seq)
         tensor = self._tensor(slots)
         attempt(call, tensor, op.form, op.start * size)
         if op.overwrite:

@@ -37,12 +37,15 @@ class HostView:
     """A view in plain lists. ``full_free`` and ``swa_free`` are page ids in the order of the free
     containers; ``mapping`` is the whole mapping tensor, sentinel included (empty without an SWA
     side); ``stamps`` has a list of rows for each of `STAMP_KINDS`, empty if not asked for;
-    ``held`` is what the tensors of earlier answers hold now, by the answer's number."""
+    ``pending`` the full and the SWA pages that wait for the end of the group, empty if not asked
+    for or if the target cannot tell; ``held`` is what the tensors of earlier answers hold now, by
+    the answer's number."""
 
     full_free: list[int]
     swa_free: list[int]
     mapping: list[int]
     stamps: tuple[list[int], ...]
+    pending: tuple[list[int], ...]
     held: dict[int, list[int]]
     answers: Answers
 
@@ -60,14 +63,26 @@ class View:
         stamps: tuple[torch.Tensor, ...],
         held: dict[int, torch.Tensor],
         answers: Answers,
+        pending: tuple[torch.Tensor, ...] = (),
     ) -> None:
-        parts = [full_free, swa_free, mapping, *stamps, *held.values()]
+        parts = [full_free, swa_free, mapping, *stamps, *pending, *held.values()]
         self._lengths = [part.numel() for part in parts]
         self._packed = torch.cat(parts)
         self._held = list(held)
         self._host: HostView | None = None
         self._stamp_count = len(stamps)
+        self._pending_count = len(pending)
         self.answers = answers
+
+    @property
+    def holds_answers(self) -> bool:
+        """Whether it shows any tensor of an earlier answer."""
+        return bool(self._held)
+
+    @property
+    def holds_stamps(self) -> bool:
+        """Whether it shows the pools' contents."""
+        return self._stamp_count > 0
 
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Free full pages, free SWA pages and the mapping, int64 on the target's device."""
@@ -89,8 +104,10 @@ class View:
                 parts.append(flat[at : at + length])
                 at += length
             stamps = tuple(parts[3 : 3 + self._stamp_count])
-            held = dict(zip(self._held, parts[3 + self._stamp_count :], strict=True))
-            self._host = HostView(parts[0], parts[1], parts[2], stamps, held, self.answers)
+            after = 3 + self._stamp_count + self._pending_count
+            pending = tuple(parts[3 + self._stamp_count : after])
+            held = dict(zip(self._held, parts[after:], strict=True))
+            self._host = HostView(parts[0], parts[1], parts[2], stamps, pending, held, self.answers)
         return self._host
 
 
@@ -106,7 +123,7 @@ class Target(Protocol):
         ...
 
     def view(self, *, stamps: bool) -> View:
-        """The state now; with ``stamps`` the pools' contents too."""
+        """The state now; with ``stamps`` the pools' contents and pending pages too."""
         ...
 
     def close(self) -> None:

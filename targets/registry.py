@@ -11,6 +11,7 @@ import os
 import sys
 from pathlib import Path
 
+from kvcore.models import Geometry
 from kvcore.targets.core import core_target
 from kvcore.targets.faults import FAULTS, fault_target
 from kvcore.targets.protocol import TargetFactory
@@ -101,8 +102,13 @@ def _imported(rest: str) -> TargetFactory:
         raise UnknownTarget(f"module {module!r} cannot be imported: {error}") from error
     except AttributeError:
         raise UnknownTarget(f"module {module!r} has no {attribute!r}") from None
-    if not callable(factory):
-        raise UnknownTarget(f"{module}:{attribute} is not callable; expected a target factory")
+    try:
+        factory(Geometry(page_size=1, full_pages=2, swa_pages=2)).close()
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+        raise UnknownTarget(
+            f"{module}:{attribute} makes no target of a Geometry: {text}"
+        ) from error
     return factory
 
 

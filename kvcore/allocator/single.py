@@ -236,13 +236,30 @@ class SinglePoolAllocator(BaseTokenToKVPoolAllocator):
     def free_group_end(self) -> None:
         """Make everything freed in the group available."""
         self.require_group("free_group_end", is_open=True)
+        pages = self.queued_pages()
+        self.require_place_for(pages)
+        self.close_group(pages)
+
+    def queued_pages(self) -> torch.Tensor:
+        """What the open group will release: int64 `[n]`.
+
+        One pass over everything queued as slots, so that at page sizes above 1 a page named by
+        several frees goes back once.
+        """
         queued = list(self._queued_pages)
         if self._queued_slots:
-            # One pass over everything queued, so that a page named by several frees goes back once.
             queued.append(self.pages_of(torch.cat(self._queued_slots)))
+        return torch.cat(queued) if queued else self._no_pages()
+
+    def require_place_for(self, pages: torch.Tensor) -> None:
+        """Raise DoubleFreeError if more pages would be free than exist."""
+        self._free_list.require_place_for(pages.numel())
+
+    def close_group(self, pages: torch.Tensor) -> None:
+        """End the group by releasing `pages`, which are its queued ones."""
         self._drop_queue()
-        if queued:
-            self._release(torch.cat(queued))
+        if pages.numel():
+            self._release(pages)
 
     def _drop_queue(self) -> None:
         self._queued_slots: list[torch.Tensor] = []

@@ -196,6 +196,7 @@ class SWATokenToKVPoolAllocator(HybridAllocator):
             self.full_attn_allocator.queue_slots(owned)
             return
         pages = self.full_attn_allocator.pages_of(slots)
+        self.full_attn_allocator.require_place_for(pages)
         self._release_peers(pages)
         self.full_attn_allocator.give_pages(pages)
 
@@ -288,8 +289,13 @@ class SWATokenToKVPoolAllocator(HybridAllocator):
         """Make everything freed in the group available, on both sides."""
         self._require_group_everywhere("free_group_end", is_open=True)
         self._capture_queued_peers()
-        self.full_attn_allocator.free_group_end()
-        self.swa_attn_allocator.free_group_end()
+        sides = (self.full_attn_allocator, self.swa_attn_allocator)
+        queued = [side.queued_pages() for side in sides]
+        # Both sides before either: a group that cannot end stays open, and nothing is lost.
+        for side, pages in zip(sides, queued, strict=True):
+            side.require_place_for(pages)
+        for side, pages in zip(sides, queued, strict=True):
+            side.close_group(pages)
         self._group_open = False
 
     def _require_group_everywhere(self, operation: str, *, is_open: bool) -> None:

@@ -84,7 +84,8 @@ class MHATokenToKVPool(SlotPool):
             GeometryError: an unknown layer, or another number of rows or columns.
         """
         local = self._local_layer(layer)
-        slots = as_index("set_kv_buffer", loc, self._resolved_device)
+        # Index -1 means "no slot"; as a row it would be the last live one.
+        slots = as_index("set_kv_buffer", loc, self._resolved_device).clamp(min=0)
         keys = self._stored("keys", cache_k, len(slots), self.head_dim, k_scale)
         values = self._stored("values", cache_v, len(slots), self.v_head_dim, v_scale)
         self.k_buffer[local][slots] = keys

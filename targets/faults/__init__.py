@@ -35,7 +35,7 @@ class Fault:
         validate: whether the core's value checks are on; off where they would stop the fault's
             consequences before a law sees them.
         page_sizes: where the fault can show. Every fault needs an SWA side.
-        programs: what the walker needs to find it, the median of nine seeds (`kvcore faults`); a
+        programs: what the walker needs to find it, about the median over seeds (`kvcore faults`); a
             test fails where it takes ten times as many.
     """
 
@@ -73,9 +73,9 @@ _LEDGER = (
         "sglang#36646",
         "A",
         "free in a group looks the peers up at the end, after the slot may have been remapped.",
-        _laws("L3 L6 hostile"),
+        _laws("L3 L6"),
         CoreParts(hybrid=groups.DeferredFreeLookup),
-        programs=12,
+        programs=20,
     ),
     Fault(
         "page-clears-one-slot",
@@ -117,16 +117,18 @@ _LEDGER = (
         "sglang#36739",
         "A",
         "free_group_begin inside a group throws away what was freed so far.",
-        _laws("L1 L6 hostile"),
+        _laws("L1 L6"),
         CoreParts(hybrid=groups.NestedGroupDropsQueue),
+        programs=2,
     ),
     Fault(
         "group-end-twice",
         "sglang#36739",
         "A",
         "A second free_group_end releases the same pages again.",
-        _laws("L2 L6 hostile"),
+        _laws("L2 L6"),
         CoreParts(hybrid=groups.GroupEndTwice),
+        programs=8,
     ),
     Fault(
         "decode-half-failure",
@@ -176,7 +178,7 @@ _LEDGER = (
         "vllm#42571",
         "A",
         "A page that one free names twice enters the free list twice.",
-        _laws("L2 hostile"),
+        _laws("L2"),
         CoreParts(hybrid=free_lists.OnePageNamedTwice),
     ),
     Fault(

@@ -24,6 +24,9 @@ from kvcore.free_list import FreeList
 class UncountedFreeList(FreeList):
     """A free list that nobody counts: pages for which there is no place are dropped."""
 
+    def require_place_for(self, count: int) -> None:
+        """Nobody counts."""
+
     def give(self, pages: torch.Tensor) -> None:
         """Put back as many as there is place for."""
         super().give(pages[: self._capacity - self.num_pages])

@@ -208,6 +208,10 @@ class ReleaseDialect:
             return pages
         return torch.cat((side.free_pages, side.release_pages))
 
+    def pending_pages(self) -> tuple[torch.Tensor, ...]:
+        """Not told: releases queue slots, pages or peers, in lists of their own."""
+        return ()
+
     def mapping(self) -> torch.Tensor:
         """`full_to_swa_index_mapping`."""
         mapping: torch.Tensor = self._allocator.full_to_swa_index_mapping

@@ -353,11 +353,3 @@ def test_a_clear_drops_rows_and_group_and_keeps_backups(books: Any) -> None:
     assert books.model.allows(ops.Restore(5, 4))
     assert not books.model.allows(ops.Alloc(2, 1))
     partition(books)
-
-
-def test_the_free_pages_of_both_sides_can_be_told(books: Any) -> None:
-    assert books.model.describe_free() == (
-        "full 1, 2, 3, 4, 5, 6, 7, 8; SWA 1, 2, 3, 4, 5, 6, 7, 8"
-    )
-    books.do(ops.Alloc(1, 8))
-    assert books.model.describe_free() == "full none; SWA none"

@@ -100,7 +100,7 @@ CASES = [
     Case("a free_swa of tombstones", DEAD, ops.FreeSwa(1)),
     Case("a free_swa of no row", PAIR, ops.FreeSwa(3), "no sequence 3"),
     Case("a free_swa without an SWA pool", PAIR, ops.FreeSwa(1), "no SWA pool", SINGLE),
-    Case("a free_swa by segments", PAIR, ops.FreeSwa(1, form="segments"), "by segments"),
+    Case("a free_swa by segments", PAIR, ops.FreeSwa(1, form="segments")),
     Case("a free_full of tombstones", DEAD, ops.FreeFull(1)),
     Case("a free_full of live pages", PAIR, ops.FreeFull(1), "still has its peer"),
     Case("a free_full of no row", DEAD, ops.FreeFull(3), "no sequence 3"),

@@ -20,7 +20,7 @@ from kvcore.models import (
     Violation,
     ops,
 )
-from kvcore.models.contract import ALL_FORMS, SWA_FORMS
+from kvcore.models.contract import ALL_FORMS
 from kvcore.models.ops import OP_KINDS, AnyOp
 from kvcore.models.state import NO_PEER, Page, Row, Side
 from kvcore.models.violation import some
@@ -78,7 +78,7 @@ def test_a_geometry_describes_itself() -> None:
 def test_the_widest_contract_leaves_out_hostile_calls_alone() -> None:
     contract = Contract()
     assert contract.ops == set(OP_KINDS)
-    assert (contract.free_forms, contract.free_swa_forms) == (ALL_FORMS, SWA_FORMS)
+    assert (contract.free_forms, contract.free_swa_forms) == (ALL_FORMS, ALL_FORMS)
     assert not contract.live_frees
     assert not contract.live_swa_frees
     assert contract.overwrite_lent

@@ -38,7 +38,7 @@ def test_a_known_fault_is_found(source: str) -> None:
         WalkPlan((1, 4)),
         seed=0,
         programs=200,
-        stop_at_first=True,
+        stop_at=lambda violation: True,
     )
     assert burst.failures
     assert {"L3", "L6"} & burst.failures[0][3].laws

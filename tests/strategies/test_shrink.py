@@ -25,10 +25,9 @@ LONGEST_AT_EXHAUSTION = 15
 def find(fault: str, seed: int = 0) -> Shrunk:
     target = f"fault:{fault}"
     plan = WalkPlan(FAULTS[fault].page_sizes)
-    burst = run_burst(
-        "walker", open_target(target), plan, seed=seed, programs=300, stop_at_first=True
-    )
-    _, geometry, program, violation = burst.failures[0]
+    shown = FAULTS[fault].is_shown_by
+    burst = run_burst("walker", open_target(target), plan, seed=seed, programs=300, stop_at=shown)
+    _, geometry, program, violation = next(one for one in burst.failures if shown(one[3]))
     return shrink(target, geometry, program, violation)
 
 

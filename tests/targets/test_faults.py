@@ -120,7 +120,7 @@ def walk_until_found(fault: Fault, seed: int) -> tuple[Geometry, Verdict] | None
     for _ in range(SLACK * fault.programs):
         geometry, length = plan.draw(rng)
         verdict = drive(Run(fault_target(fault.id, geometry)), Walker(rng, length))
-        if verdict.violation is not None:
+        if verdict.violation is not None and fault.is_shown_by(verdict.violation):
             return geometry, verdict
     return None
 
