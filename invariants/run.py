@@ -206,7 +206,7 @@ class Run:
 
     def _view_before(self, op: Op) -> View | None:
         """The view of the moment before ``op``: the last one, or a new one for law L5."""
-        if op.hostile:
+        if op.hostile and self.model.group_open:
             return self.target.view(stamps=True)
         if self._last is not None:
             return self._last
@@ -230,8 +230,9 @@ class Run:
         self, op: Op, outcome: Outcome, before: View | None, *, drained: bool
     ) -> list[Clause]:
         """Check every law that is due now, on a new view."""
-        # After a hostile call everything is looked at: it may have changed what is rarely seen.
-        periodic = drained or op.hostile or len(self.program) % self._period == 0
+        # A hostile call in a group may have changed what waits there, which is rarely looked at.
+        grouped = op.hostile and self.model.group_open
+        periodic = drained or grouped or len(self.program) % self._period == 0
         self._last = self.target.view(stamps=periodic)
         check = Check(self.model, op, outcome, before, self._last, self._held, drained)
         self._checked[(periodic, drained)] += 1

@@ -26,7 +26,7 @@ from kvcore.targets.protocol import TargetFactory
 
 SourceName = Literal["walker", "machine", "program"]
 
-PERIOD = 12
+PERIOD = 20
 """Steps between checks of the periodic laws in a search; a finding is replayed with 1."""
 
 MACHINE_STEPS = 50

@@ -17,7 +17,7 @@ from kvcore.strategies.propose import propose
 from kvcore.strategies.weights import INSIDE, OUTSIDE, kinds_for
 
 LENGTHS = (20, 50, 50, 200)
-FULL_PAGES = (8, 16, 16, 16, 64)
+FULL_PAGES = (8, 8, 16, 16, 16, 64)
 ATTEMPTS = 12
 """How many kinds are tried before the walker gives a step up."""
 
