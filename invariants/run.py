@@ -210,7 +210,7 @@ class Run:
             return self.target.view(stamps=True)
         if self._last is not None:
             return self._last
-        if self.model.must_refuse(op) or self._every == 1:
+        if op.hostile or self.model.must_refuse(op) or self._every == 1:
             return self.target.view(stamps=False)
         return None
 
