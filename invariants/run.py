@@ -174,7 +174,8 @@ class Run:
             yield ops.FreeFull(seq, 0, stop) if apart and not live else ops.Free(seq, 0, stop, form)
 
     def _probing_ops(self, seq: int) -> Iterator[Op]:
-        """Law L7 by deed: all that is said to be free can be lent, and then no page more."""
+        """Law L7 by deed: all that is said to be free can be lent, and then no page more; where the
+        full pool is the larger one, all of it too."""
         geometry = self.model.geometry
         pages = min(geometry.full_pages, geometry.swa_pages or geometry.full_pages)
         yield ops.Extend(((seq, pages * geometry.page_size),))
