@@ -50,4 +50,16 @@ class MappingError(KVCacheError, ValueError):
 
 
 class PausedPoolError(KVCacheError, RuntimeError):
-    """A pool whose memory is paused is read or written."""
+    """A pool whose memory is paused is read or written, or a paused tag is allocated under."""
+
+
+class UnknownTagError(KVCacheError, LookupError):
+    """A memory saver is asked about a tag that no region was ever opened for."""
+
+
+class SaverUnavailableError(KVCacheError, RuntimeError):
+    """A memory saver that cannot work here: a missing package, or another operating system."""
+
+
+class SaverMemoryError(KVCacheError, MemoryError):
+    """The operating system does not give the memory of a tag, or does not take it back."""

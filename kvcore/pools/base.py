@@ -1,20 +1,24 @@
 """What every pool of rows shares: geometry, host copies, moves and transfer tables. A pool keeps
 one or two buffers a layer, each with one row a slot, `size + page_size` rows in all (the padding
 page included), zero-filled; a pool kind says which buffers those are and how they are read and
-written.
+written. All memory of a pool is allocated in one place, `SlotPool._zeros`: with the memory saver
+on, inside the region tagged `kv_cache`.
 
-Not here: which slots are free or lent (`kvcore.allocator`), and the memory saver.
+Not here: which slots are free or lent (`kvcore.allocator`), and how memory is given back
+(`kvcore.saver`).
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Protocol, TypeAlias
 
 import torch
 
 from kvcore.allocator.arguments import as_index, require_equal_lengths
-from kvcore.errors import GeometryError
+from kvcore.errors import GeometryError, PausedPoolError
+from kvcore.saver import KV_CACHE, MemorySaver, default_saver
 
 BufferInfos: TypeAlias = tuple[list[int], list[int], list[int]]
 """Addresses, lengths in bytes, and bytes a page, one entry a buffer: what KV transfer registers."""
@@ -31,6 +35,16 @@ class HasLayerId(Protocol):
 Layer: TypeAlias = int | HasLayerId
 
 
+class SlotRows(Protocol):
+    """One row a slot, read and written by int64 slots as a tensor is; a tensor is one such."""
+
+    def __getitem__(self, slots: torch.Tensor, /) -> torch.Tensor:
+        """A new tensor `[n, ...]` of the rows of `slots`."""
+
+    def __setitem__(self, slots: torch.Tensor, rows: torch.Tensor, /) -> None:
+        """Write `rows` into the rows of `slots`."""
+
+
 def layer_number(layer: Layer) -> int:
     """The number of `layer`, given as such or as an object that carries it."""
     return layer if isinstance(layer, int) else layer.layer_id
@@ -45,7 +59,8 @@ def is_fp8(dtype: torch.dtype) -> bool:
 class HostRows:
     """Rows of one pool in host memory, in the order of the slots that were asked for.
 
-    `buffers` holds one tensor `[count, ...]` for each buffer of the pool, in storage dtype.
+    `buffers` holds one tensor `[count, ...]` for each of the pool's `copied_rows`, in the dtype
+    that they are stored in.
     """
 
     count: int
@@ -70,13 +85,21 @@ class SlotPool(ABC):
             every indexing operation supports.
         layer_num: layers that keep KV here; may be 0, when all layers of a model are of one kind.
         device: where the buffers live.
-        enable_memory_saver: must be False, the memory saver is not available yet.
+        enable_memory_saver: allocate every buffer under the tag `kv_cache` of a memory saver, so
+            that its `pause` gives all of them back.
         start_layer: number of the first layer, for pipeline parallelism; 0 by default.
         end_layer: number of the last layer; for information.
+        memory_saver: the saver, where `enable_memory_saver` is True; `default_saver(device)` for
+            None.
+
+    While the tag is paused, reading and writing raises `PausedPoolError` before anything happens,
+    and so does building another pool. Addresses, sizes and transfer tables stay available.
 
     Raises:
         GeometryError: a size that no buffer can have.
-        NotImplementedError: `enable_memory_saver` is True.
+        PausedPoolError: the saver's tag `kv_cache` is paused.
+        SaverMemoryError: the saver found no memory.
+        SaverUnavailableError: there is no saver for `device`.
     """
 
     def __init__(
@@ -89,17 +112,13 @@ class SlotPool(ABC):
         enable_memory_saver: bool,
         start_layer: int | None = None,
         end_layer: int | None = None,
+        *,
+        memory_saver: MemorySaver | None = None,
     ) -> None:
         if size < 0 or page_size < 1 or layer_num < 0:
             raise GeometryError(
                 f"{type(self).__name__}: size {size}, page_size {page_size}, layer_num {layer_num};"
                 " expected size >= 0, page_size >= 1, layer_num >= 0"
-            )
-        if enable_memory_saver:
-            # Taking the flag without effect would let an engine count on memory it never gets back.
-            raise NotImplementedError(
-                f"{type(self).__name__}: enable_memory_saver=True is not available yet;"
-                " build the pool with False"
             )
         self.size = size
         self.page_size = page_size
@@ -112,6 +131,13 @@ class SlotPool(ABC):
         self.end_layer = self.start_layer + layer_num - 1 if end_layer is None else end_layer
         # "cuda" and "cuda:0" name one device; an actual tensor tells which.
         self._resolved_device = torch.empty(0, device=device).device
+        self.memory_saver: MemorySaver | None = None
+        """The saver that the buffers belong to; None with the memory saver off."""
+        if enable_memory_saver:
+            self.memory_saver = default_saver(device) if memory_saver is None else memory_saver
+            # A pool without layers has a tag to pause all the same.
+            with self.memory_saver.region(KV_CACHE):
+                pass
 
     @property
     def rows(self) -> int:
@@ -120,7 +146,23 @@ class SlotPool(ABC):
 
     @abstractmethod
     def slot_buffers(self) -> list[torch.Tensor]:
-        """Every buffer whose rows are slots: what a host copy, a move, a transfer must carry."""
+        """Every buffer whose rows are slots: what a move and a transfer must carry.
+
+        Not refused while the pool is paused, because addresses and shapes are needed then too; the
+        content must not be touched.
+        """
+
+    def copied_rows(self) -> Sequence[SlotRows]:
+        """What a host copy holds, in this order: everything that a slot's token is made of."""
+        return self.slot_buffers()
+
+    def require_awake(self, operation: str) -> None:
+        """Raise PausedPoolError if the memory of the pool was given back."""
+        if self.memory_saver is not None and self.memory_saver.is_paused(KV_CACHE):
+            raise PausedPoolError(
+                f"{operation}: the memory of this {type(self).__name__} is given back; "
+                f"expected resume({KV_CACHE!r}) of its saver first"
+            )
 
     @abstractmethod
     def get_key_buffer(self, layer: Layer) -> torch.Tensor:
@@ -156,10 +198,16 @@ class SlotPool(ABC):
         Raises:
             IndexTensorError: not a vector of integers on the pool's device.
             GeometryError: the lengths differ.
+            PausedPoolError: the pool is paused.
         """
+        self.require_awake("move_kv_cache")
         targets = as_index("move_kv_cache", tgt_loc, self._resolved_device)
         sources = as_index("move_kv_cache", src_loc, self._resolved_device)
         require_equal_lengths("move_kv_cache", targets=targets, sources=sources)
+        self._move(targets, sources)
+
+    def _move(self, targets: torch.Tensor, sources: torch.Tensor) -> None:
+        """Copy checked int64 slots to others, in every buffer."""
         for buffer in self.slot_buffers():
             # The right side is gathered whole before the first row is written.
             buffer[targets] = buffer[sources]
@@ -169,19 +217,22 @@ class SlotPool(ABC):
 
         Raises:
             IndexTensorError: not a vector of integers on the pool's device.
+            PausedPoolError: the pool is paused.
         """
+        self.require_awake("get_cpu_copy")
         slots = as_index("get_cpu_copy", indices, self._resolved_device)
-        return HostRows(len(slots), tuple(buffer[slots].cpu() for buffer in self.slot_buffers()))
+        return HostRows(len(slots), tuple(rows[slots].cpu() for rows in self.copied_rows()))
 
     def load_cpu_copy(self, copy: HostRows, indices: torch.Tensor) -> None:
         """Write the rows of `copy` into the slots `indices`, the first row into the first slot.
 
         Raises:
-            IndexTensorError, GeometryError: see `check_host_copy`; nothing was written.
+            IndexTensorError, GeometryError, PausedPoolError: see `check_host_copy`; nothing was
+                written.
         """
         slots = self.check_host_copy(copy, indices)
-        for buffer, rows in zip(self.slot_buffers(), copy.buffers, strict=True):
-            buffer[slots] = rows.to(buffer.device)
+        for rows, copied in zip(self.copied_rows(), copy.buffers, strict=True):
+            rows[slots] = copied.to(slots.device)
 
     def check_host_copy(self, copy: HostRows, indices: torch.Tensor) -> torch.Tensor:
         """Return `indices` as int64 if `copy` can be written there, or raise.
@@ -190,7 +241,9 @@ class SlotPool(ABC):
             IndexTensorError: not a vector of integers on the pool's device.
             GeometryError: another number of rows than slots, or a copy of a pool with other
                 buffers.
+            PausedPoolError: the pool is paused.
         """
+        self.require_awake("load_cpu_copy")
         slots = as_index("load_cpu_copy", indices, self._resolved_device)
         self.check_copy_fits(copy)
         if len(slots) != len(copy):
@@ -203,12 +256,13 @@ class SlotPool(ABC):
             raise GeometryError(
                 f"load_cpu_copy: a {type(copy).__name__}; {type(self).__name__} restores HostRows"
             )
-        expected = [(len(copy), *buffer.shape[1:]) for buffer in self.slot_buffers()]
-        seen = [tuple(rows.shape) for rows in copy.buffers]
-        if seen != expected or any(rows.dtype != self.store_dtype for rows in copy.buffers):
+        nothing = torch.empty(0, dtype=torch.int64, device=self._resolved_device)
+        own = [rows[nothing] for rows in self.copied_rows()]
+        expected = [((len(copy), *rows.shape[1:]), rows.dtype) for rows in own]
+        if [(tuple(rows.shape), rows.dtype) for rows in copy.buffers] != expected:
             raise GeometryError(
                 f"load_cpu_copy: a copy with buffers {_summary(copy.buffers)};"
-                f" this pool has {_summary(self.slot_buffers())}"
+                f" this pool has {_summary(own)}"
             )
 
     def get_contiguous_buf_infos(self) -> BufferInfos:
@@ -220,6 +274,28 @@ class SlotPool(ABC):
             [buffer[0].nbytes * self.page_size for buffer in buffers],
         )
 
+    def _zeros(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A new buffer of zeros. Every buffer of every pool comes from here."""
+        if self.memory_saver is None:
+            return torch.zeros(tuple(shape), dtype=dtype, device=self.device)
+        with self.memory_saver.region(KV_CACHE) as region:
+            return region.zeros(shape, dtype, self.device)
+
+    def _stored(
+        self,
+        what: str,
+        rows: torch.Tensor,
+        shape: tuple[int, ...],
+        scale: float | torch.Tensor | None,
+    ) -> torch.Tensor:
+        """`rows` as the buffers keep them: `shape` in storage dtype; `what` as in `shaped`."""
+        rows = shaped(what, rows, shape)
+        if rows.dtype != self.dtype:
+            # Not in place: the tensor is the caller's.
+            rows = rows if scale is None else rows / scale
+            rows = rows.to(self.dtype)
+        return rows.view(self.store_dtype)
+
     def _local_layer(self, layer: Layer) -> int:
         """Position of `layer` among this pool's buffers."""
         number = layer_number(layer)
@@ -230,6 +306,17 @@ class SlotPool(ABC):
                 f"layer {number}: this pool holds {self.layer_num} layers from {self.start_layer}"
             )
         return local
+
+
+def shaped(what: str, rows: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """`rows`, given in `shape` or flat (`[shape[0], …]`), in `shape`.
+
+    Raises:
+        GeometryError: another shape; `what` names operation and rows.
+    """
+    if tuple(rows.shape) not in (shape, (shape[0], prod(shape[1:]))):
+        raise GeometryError(f"{what} of shape {tuple(rows.shape)}; expected {shape}")
+    return rows.reshape(shape)
 
 
 def _summary(buffers: Sequence[torch.Tensor]) -> str:

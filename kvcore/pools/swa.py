@@ -2,12 +2,12 @@
 each kind. Callers name full slots only; for a sliding-window layer they are translated through the
 mapping, which the allocator owns and hands over by `register_mapping`.
 
-Left out: explicit arguments for each sub-pool, and kinds other than one class for both.
+Left out: building one from a description of the layers (`kvcore.pools.spec`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
@@ -20,7 +20,13 @@ from kvcore.pools.base import (
     SlotPool,
     layer_number,
 )
+from kvcore.pools.dsa import DSATokenToKVPool
 from kvcore.pools.mha import MHATokenToKVPool
+from kvcore.pools.mla import MLATokenToKVPool
+from kvcore.saver import MemorySaver
+
+PoolClass: TypeAlias = Callable[..., SlotPool]
+PoolT = TypeVar("PoolT", bound=SlotPool)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +46,17 @@ class HybridRows:
 
 
 class SWAKVPool:
-    """Two pools of one class behind one: full-attention layers and sliding-window layers.
+    """Two pools behind one: full-attention layers and sliding-window layers, each of any kind.
 
     A full slot without a peer has no row in the SWA pool. It is never given one that another slot
     owns: its writes go to the padding row, and moves and restores leave it out.
+
+    `head_num`, `head_dim` and the further keyword arguments describe a sub-pool, of MHA kind, that
+    has no arguments of its own. `full_kv_pool_kwargs` and `swa_kv_pool_kwargs` describe one
+    completely but for size, dtype, layers, page size and device, which are the hybrid pool's; they
+    may name page size and device, as the field's callers do, but not change them. The memory saver
+    too is one matter for all: on anywhere is on everywhere, because half a pool in the region would
+    be given back by half (sglang#22807).
 
     Args:
         size: full slots that can be lent.
@@ -55,15 +68,23 @@ class SWAKVPool:
         swa_attention_layer_ids: model numbers of the sliding-window layers, in order.
         full_attention_layer_ids: model numbers of the full-attention layers, in order.
         device: where both sub-pools live.
-        token_to_kv_pool_class: the class of both sub-pools.
-        enable_memory_saver: handed to both sub-pools (sglang#22807).
+        token_to_kv_pool_class: the class of the sub-pools that are given none of their own.
+        enable_memory_saver: see `SlotPool`.
+        full_kv_pool_class: the class of the full layers' pool.
+        swa_kv_pool_class: the class of the SWA layers' pool.
+        full_kv_pool_kwargs: arguments of the full layers' pool.
+        swa_kv_pool_kwargs: arguments of the SWA layers' pool.
         swa_head_num: heads of the SWA layers where they differ.
         swa_head_dim: width of a key of the SWA layers where it differs.
         swa_v_head_dim: width of a value of the SWA layers where it differs.
-        sub_pool_arguments: further keyword arguments of both sub-pools, for instance `v_head_dim`.
+        memory_saver: see `SlotPool`.
+        sub_pool_arguments: further arguments of the sub-pools that have none of their own, for
+            instance `v_head_dim`.
 
     Raises:
-        GeometryError: a layer named twice, or what the sub-pools reject.
+        GeometryError: a layer named twice, arguments that contradict each other or reach no
+            sub-pool, or what the sub-pools reject.
+        PausedPoolError, SaverMemoryError, SaverUnavailableError: see `SlotPool`.
     """
 
     def __init__(
@@ -77,12 +98,17 @@ class SWAKVPool:
         swa_attention_layer_ids: Sequence[int],
         full_attention_layer_ids: Sequence[int],
         device: str | torch.device,
-        token_to_kv_pool_class: Callable[..., SlotPool] = MHATokenToKVPool,
+        token_to_kv_pool_class: PoolClass = MHATokenToKVPool,
         enable_memory_saver: bool = False,
         *,
+        full_kv_pool_class: PoolClass | None = None,
+        swa_kv_pool_class: PoolClass | None = None,
+        full_kv_pool_kwargs: Mapping[str, Any] | None = None,
+        swa_kv_pool_kwargs: Mapping[str, Any] | None = None,
         swa_head_num: int | None = None,
         swa_head_dim: int | None = None,
         swa_v_head_dim: int | None = None,
+        memory_saver: MemorySaver | None = None,
         **sub_pool_arguments: Any,
     ) -> None:
         self.size = size
@@ -90,36 +116,50 @@ class SWAKVPool:
         self.page_size = page_size
         self.dtype = dtype
         self.device = device
-        self.enable_memory_saver = enable_memory_saver
         self.start_layer = 0
         self.layer_num = len(full_attention_layer_ids) + len(swa_attention_layer_ids)
         self.layers_mapping = _layer_table(full_attention_layer_ids, swa_attention_layer_ids)
         """Model layer to (position in its sub-pool, whether it slides)."""
 
-        shared = {
-            "page_size": page_size,
-            "dtype": dtype,
-            "head_num": head_num,
-            "head_dim": head_dim,
-            "device": device,
-            "enable_memory_saver": enable_memory_saver,
-            **sub_pool_arguments,
-        }
+        explicit = [own for own in (full_kv_pool_kwargs, swa_kv_pool_kwargs) if own is not None]
+        self.enable_memory_saver = any(
+            (enable_memory_saver, *(own.get("enable_memory_saver", False) for own in explicit))
+        )
+        self.memory_saver = memory_saver
+        """The saver of both sub-pools as it was given; each sub-pool names the one it uses."""
         sliding = {
             "head_num": swa_head_num,
             "head_dim": swa_head_dim,
             "v_head_dim": swa_v_head_dim,
         }
-        self.full_kv_pool = token_to_kv_pool_class(
-            size=size, layer_num=len(full_attention_layer_ids), **shared
+        sliding = {name: value for name, value in sliding.items() if value is not None}
+        unused = dict(sliding) if swa_kv_pool_kwargs is not None else {}
+        unused |= sub_pool_arguments if len(explicit) == 2 else {}
+        if unused:
+            raise GeometryError(
+                f"SWAKVPool: arguments {sorted(unused)} reach no sub-pool; expected them in"
+                " full_kv_pool_kwargs or swa_kv_pool_kwargs"
+            )
+        heads = {"head_num": head_num, "head_dim": head_dim, **sub_pool_arguments}
+        self.full_kv_pool = self._sub_pool(
+            full_kv_pool_class or token_to_kv_pool_class,
+            full_kv_pool_kwargs,
+            heads,
+            {"size": size, "layer_num": len(full_attention_layer_ids)},
         )
-        self.swa_kv_pool = token_to_kv_pool_class(
-            size=size_swa,
-            layer_num=len(swa_attention_layer_ids),
-            **{**shared, **{key: value for key, value in sliding.items() if value is not None}},
+        self.swa_kv_pool = self._sub_pool(
+            swa_kv_pool_class or token_to_kv_pool_class,
+            swa_kv_pool_kwargs,
+            {**heads, **sliding},
+            {"size": size_swa, "layer_num": len(swa_attention_layer_ids)},
         )
         self.full_to_swa_index_mapping: torch.Tensor | None = None
         self._resolved_device = torch.empty(0, device=device).device
+
+    def require_awake(self, operation: str) -> None:
+        """Raise PausedPoolError if the memory of a sub-pool was given back."""
+        self.full_kv_pool.require_awake(operation)
+        self.swa_kv_pool.require_awake(operation)
 
     def register_mapping(self, full_to_swa_index_mapping: torch.Tensor) -> None:
         """Take the allocator's mapping: the same tensor, not a copy, so that both see every write.
@@ -179,12 +219,70 @@ class SWAKVPool:
     ) -> None:
         """Write one row a token into the **full** slots `loc` of `layer`, of either kind.
 
-        Arguments and errors as in `MHATokenToKVPool.set_kv_buffer`.
+        Arguments and errors as in the `set_kv_buffer` of the layer's sub-pool.
         """
         pool, local, slides = self._place(layer)
-        slots = as_index("set_kv_buffer", loc, self._resolved_device)
-        rows = self._swa_rows_to_write(slots) if slides else slots
+        rows = self._rows_to_write("set_kv_buffer", loc, slides)
         pool.set_kv_buffer(local, rows, cache_k, cache_v, k_scale, v_scale)
+
+    def set_mla_kv_buffer(
+        self,
+        layer: Layer,
+        loc: torch.Tensor,
+        cache_k_nope: torch.Tensor,
+        cache_k_rope: torch.Tensor | None,
+    ) -> None:
+        """Write the two parts of a row a token into the **full** slots `loc` of an MLA layer.
+
+        Arguments and errors as in `MLATokenToKVPool.set_mla_kv_buffer`; a layer of another kind is
+        a GeometryError.
+        """
+        pool, local, slides = self._place_of("set_mla_kv_buffer", layer, MLATokenToKVPool)
+        rows = self._rows_to_write("set_mla_kv_buffer", loc, slides)
+        pool.set_mla_kv_buffer(local, rows, cache_k_nope, cache_k_rope)
+
+    def set_index_k_scale_buffer(
+        self,
+        layer: Layer,
+        loc: torch.Tensor,
+        index_k: torch.Tensor,
+        index_k_scale: torch.Tensor,
+    ) -> None:
+        """Write an index key and its scale a token into the **full** slots `loc` of a DSA layer.
+
+        Arguments and errors as in `DSATokenToKVPool.set_index_k_scale_buffer`; a layer of another
+        kind is a GeometryError.
+        """
+        pool, local, slides = self._place_of("set_index_k_scale_buffer", layer, DSATokenToKVPool)
+        rows = self._rows_to_write("set_index_k_scale_buffer", loc, slides)
+        pool.set_index_k_scale_buffer(local, rows, index_k, index_k_scale)
+
+    def get_index_k_with_scale_buffer(self, layer: Layer) -> torch.Tensor:
+        """The index-K page rows of a DSA layer: pages of its own sub-pool, full or SWA pages.
+
+        Errors as in the DSA pool; a layer of another kind is a GeometryError.
+        """
+        operation = "get_index_k_with_scale_buffer"
+        pool, local, _ = self._place_of(operation, layer, DSATokenToKVPool)
+        return pool.get_index_k_with_scale_buffer(local)
+
+    def get_index_k_scale_buffer(
+        self,
+        layer: Layer,
+        seq_len_tensor: torch.Tensor,
+        page_indices: torch.Tensor,
+        seq_len_sum: int,
+        max_seq_len: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Index keys and scales of a batch, by pages of the layer's own sub-pool.
+
+        Arguments and errors as in the DSA pool; a layer of another kind is a GeometryError.
+        """
+        operation = "get_index_k_scale_buffer"
+        pool, local, _ = self._place_of(operation, layer, DSATokenToKVPool)
+        return pool.get_index_k_scale_buffer(
+            local, seq_len_tensor, page_indices, seq_len_sum, max_seq_len
+        )
 
     def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
         """Copy the full slots `src_loc` to `tgt_loc`, and their SWA rows where both have a peer.
@@ -192,7 +290,9 @@ class SWAKVPool:
         Raises:
             IndexTensorError: not a vector of integers on the pool's device.
             GeometryError: the lengths differ.
+            PausedPoolError: the pool is paused.
         """
+        self.require_awake("move_kv_cache")
         targets = as_index("move_kv_cache", tgt_loc, self._resolved_device)
         sources = as_index("move_kv_cache", src_loc, self._resolved_device)
         require_equal_lengths("move_kv_cache", targets=targets, sources=sources)
@@ -210,7 +310,9 @@ class SWAKVPool:
         Raises:
             IndexTensorError: not a vector of integers on the pool's device.
             MappingError: no mapping was registered yet.
+            PausedPoolError: the pool is paused.
         """
+        self.require_awake("get_cpu_copy")
         slots = as_index("get_cpu_copy", indices, self._resolved_device)
         peers = self.translate_loc_from_full_to_swa(slots)
         had_peer = self._rows_to_copy(peers)
@@ -229,7 +331,9 @@ class SWAKVPool:
         Raises:
             IndexTensorError, GeometryError: see `SlotPool.check_host_copy`; nothing was written.
             MappingError: no mapping was registered yet.
+            PausedPoolError: the pool is paused.
         """
+        self.require_awake("load_cpu_copy")
         if not isinstance(copy, HybridRows):
             raise GeometryError(
                 f"load_cpu_copy: a {type(copy).__name__}; SWAKVPool restores HybridRows"
@@ -267,6 +371,51 @@ class SWAKVPool:
         pool = self.swa_kv_pool if slides else self.full_kv_pool
         return pool, pool.start_layer + local, slides
 
+    def _place_of(self, operation: str, layer: Layer, kind: type[PoolT]) -> tuple[PoolT, int, bool]:
+        """As `_place`, of a layer that must be of `kind`."""
+        pool, local, slides = self._place(layer)
+        if not isinstance(pool, kind):
+            raise GeometryError(
+                f"{operation}: layer {layer_number(layer)} is kept in a {type(pool).__name__};"
+                f" expected a {kind.__name__}"
+            )
+        return pool, local, slides
+
+    def _sub_pool(
+        self,
+        pool_class: PoolClass,
+        explicit: Mapping[str, Any] | None,
+        heads: Mapping[str, Any],
+        sizes: Mapping[str, int],
+    ) -> SlotPool:
+        """One sub-pool, from arguments of its own or from `heads`, and from what is shared."""
+        shared: dict[str, Any] = {
+            **sizes,
+            "page_size": self.page_size,
+            "dtype": self.dtype,
+            "device": self.device,
+        }
+        saver = self._saver_arguments(explicit)
+        if explicit is not None:
+            _require_unchanged(explicit, {**shared, "memory_saver": self.memory_saver})
+            return pool_class(**{**explicit, **shared, **saver})
+        _require_heads(pool_class)
+        return pool_class(**{**heads, **shared, **saver})
+
+    def _saver_arguments(self, explicit: Mapping[str, Any] | None) -> dict[str, Any]:
+        """What a sub-pool is told about the memory saver, whatever its own arguments say."""
+        if self.memory_saver is None:
+            return {"enable_memory_saver": self.enable_memory_saver}
+        return {
+            "enable_memory_saver": self.enable_memory_saver,
+            "memory_saver": self.memory_saver,
+        }
+
+    def _rows_to_write(self, operation: str, loc: torch.Tensor, slides: bool) -> torch.Tensor:
+        """The rows of a layer's sub-pool for writes to the full slots `loc`."""
+        slots = as_index(operation, loc, self._resolved_device)
+        return self._swa_rows_to_write(slots) if slides else slots
+
     def _swa_rows_to_write(self, slots: torch.Tensor) -> torch.Tensor:
         """SWA rows for writes to full `slots`; the padding row where there is no peer.
 
@@ -288,6 +437,28 @@ class SWAKVPool:
         """
         both = had_peer & has_peer
         return both[had_peer], both
+
+
+def _require_heads(pool_class: PoolClass) -> None:
+    """Raise GeometryError if a pool of this class cannot be described by heads."""
+    if isinstance(pool_class, type) and issubclass(pool_class, MLATokenToKVPool):
+        raise GeometryError(
+            f"SWAKVPool: a {pool_class.__name__} has no heads; expected its arguments in"
+            " full_kv_pool_kwargs or swa_kv_pool_kwargs"
+        )
+
+
+def _require_unchanged(explicit: Mapping[str, Any], shared: Mapping[str, Any]) -> None:
+    """Raise GeometryError if a sub-pool's own arguments name what is shared, and change it."""
+    for name in explicit.keys() & shared.keys():
+        own, common = explicit[name], shared[name]
+        if name == "device":
+            own, common = torch.device(own), torch.device(common)
+        if own != common:
+            raise GeometryError(
+                f"SWAKVPool: a sub-pool's own arguments say {name} {own}; expected {common}, which"
+                " is the hybrid pool's"
+            )
 
 
 def _layer_table(

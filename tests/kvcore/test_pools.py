@@ -1,5 +1,8 @@
 """The MHA pool and the hybrid SWA pool: geometry, reads and writes, moves, transfer tables.
 
+Other kinds of sub-pools are in `test_swa_pool_kinds.py`, the memory saver in
+`test_memory_saver.py`.
+
 Every written row carries numbers that occur nowhere else, so a row in a wrong place shows.
 """
 
@@ -118,13 +121,6 @@ def test_fp8_is_stored_as_bytes_and_read_as_fp8(dtype: torch.dtype) -> None:
 def test_sizes_that_no_buffer_can_have_are_rejected(wrong: dict[str, int]) -> None:
     with pytest.raises(GeometryError):
         mha_pool(**wrong)
-
-
-def test_the_memory_saver_is_refused_and_not_silently_ignored() -> None:
-    with pytest.raises(NotImplementedError, match="not available yet"):
-        mha_pool(enable_memory_saver=True)
-    with pytest.raises(NotImplementedError, match="not available yet"):
-        swa_pool(enable_memory_saver=True)
 
 
 # Writing and reading one pool
