@@ -14,7 +14,10 @@ from kvcore import _layout
 if TYPE_CHECKING:
     from kvcore.allocator import (
         BaseTokenToKVPoolAllocator,
+        CompressedHiSparseTokenToKVPoolAllocator,
+        HiSparseTokenToKVPoolAllocator,
         PagedTokenToKVPoolAllocator,
+        PureSWATokenToKVPoolAllocator,
         SWATokenToKVPoolAllocator,
         TokenToKVPoolAllocator,
     )
@@ -30,31 +33,77 @@ if TYPE_CHECKING:
         MappingError,
         PausedPoolError,
         PendingFreeError,
+        SaverMemoryError,
+        SaverUnavailableError,
+        UnknownTagError,
     )
-    from kvcore.pools import MHATokenToKVPool, SWAKVPool
-    from kvcore.retraction import RetractionBackup
+    from kvcore.pools import (
+        CompressedKVPool,
+        DSALayers,
+        DSATokenToKVPool,
+        HiSparseKVPool,
+        KVPoolSpec,
+        MHALayers,
+        MHATokenToKVPool,
+        MLALayers,
+        MLATokenToKVPool,
+        SWAKVPool,
+        build_kv_pool,
+    )
+    from kvcore.requests import ReqToTokenPool
+    from kvcore.retraction import Request, Retraction, RetractionBackup
+    from kvcore.saver import (
+        CudaMemorySaver,
+        HostMemorySaver,
+        MemorySaver,
+        NoMemorySaver,
+        Region,
+    )
 
 _layout.guard()
 
 __all__ = [
     "BaseTokenToKVPoolAllocator",
+    "CompressedHiSparseTokenToKVPoolAllocator",
+    "CompressedKVPool",
+    "CudaMemorySaver",
+    "DSALayers",
+    "DSATokenToKVPool",
     "DeadPeerError",
     "DoubleFreeError",
     "FreeGroupError",
     "GeometryError",
+    "HiSparseKVPool",
+    "HiSparseTokenToKVPoolAllocator",
+    "HostMemorySaver",
     "IndexTensorError",
     "InvalidSlotError",
     "KVCacheError",
+    "KVPoolSpec",
     "LivePeerError",
+    "MHALayers",
     "MHATokenToKVPool",
+    "MLALayers",
+    "MLATokenToKVPool",
     "MappingError",
+    "MemorySaver",
+    "NoMemorySaver",
     "PagedTokenToKVPoolAllocator",
     "PausedPoolError",
     "PendingFreeError",
+    "PureSWATokenToKVPoolAllocator",
+    "Region",
+    "ReqToTokenPool",
+    "Request",
+    "Retraction",
     "RetractionBackup",
     "SWAKVPool",
     "SWATokenToKVPoolAllocator",
+    "SaverMemoryError",
+    "SaverUnavailableError",
     "TokenToKVPoolAllocator",
+    "UnknownTagError",
+    "build_kv_pool",
 ]
 
 
@@ -64,7 +113,11 @@ def _home(name: str) -> str:
         return "kvcore.allocator"
     if name.endswith("Error"):
         return "kvcore.errors"
-    return "kvcore.retraction" if name == "RetractionBackup" else "kvcore.pools"
+    if name.endswith("Saver") or name == "Region":
+        return "kvcore.saver"
+    if name in ("Request", "Retraction", "RetractionBackup"):
+        return "kvcore.retraction"
+    return "kvcore.requests" if name == "ReqToTokenPool" else "kvcore.pools"
 
 
 def __getattr__(name: str) -> Any:

@@ -9,6 +9,9 @@ size of the pool and the number of free pages.
 With `need_sort`, pages given back wait in a second buffer and are merged and sorted into the queue
 only when a `take` needs them.
 
+A caller that does not know on the host how many pages it returns gives them with gaps; they are
+counted when a capacity is next asked for, so that the free itself waits for no device value.
+
 Left out: who owns a page that is not free, and free groups (`kvcore.allocator`).
 """
 
@@ -40,20 +43,24 @@ class FreeList:
         self._head = 0
         self._num_queued = num_pages
         self._num_released = 0
+        self._with_gaps: list[torch.Tensor] = []
 
     @property
     def num_pages(self) -> int:
         """Pages that can be taken now, those waiting to be merged included."""
+        self.close_gaps()
         return self._num_queued + self._num_released
 
     @property
     def free_pages(self) -> torch.Tensor:
         """Copy of the queue in the order of taking, int64 `[n]`."""
+        self.close_gaps()
         return self._owned(self._read_front(self._num_queued))
 
     @property
     def release_pages(self) -> torch.Tensor:
         """Copy of the pages waiting to be merged, int64 `[n]`; empty without `need_sort`."""
+        self.close_gaps()
         return self._owned(self._released[: self._num_released])
 
     def reset(self) -> None:
@@ -62,6 +69,7 @@ class FreeList:
         self._head = 0
         self._num_queued = self._capacity
         self._num_released = 0
+        self._with_gaps = []
 
     def has_room(self, num_pages: int) -> bool:
         """Whether `take(num_pages)` would succeed."""
@@ -95,8 +103,31 @@ class FreeList:
         else:
             self._push_back(pages)
 
+    def give_with_gaps(self, pages: torch.Tensor) -> None:
+        """Put pages back; `pages` is int64 `[n]` and kept, each page once, 0 standing for none.
+
+        Reads no value and waits for no device: see `close_gaps`.
+        """
+        self._with_gaps.append(pages)
+
+    def close_gaps(self) -> None:
+        """Give what `give_with_gaps` took, without the gaps; every capacity query does.
+
+        Raises:
+            DoubleFreeError: more pages would be free than exist; they stay aside.
+        """
+        if not self._with_gaps:
+            return
+        pages = torch.cat(self._with_gaps)
+        # Page 0 must never enter (sglang#38519). How many are left only the device knows.
+        pages = pages[pages > 0]
+        self.require_place_for(pages.numel())
+        self._with_gaps = []
+        self.give(pages)
+
     def merge_and_sort(self) -> None:
         """Merge the waiting pages into the queue, which is then ascending; no-op if none wait."""
+        self.close_gaps()
         if self._num_released == 0:
             return
         waiting = self._released[: self._num_released]
@@ -110,11 +141,12 @@ class FreeList:
         """Raise DoubleFreeError if `count` more free pages would be more than exist.
 
         The one double free that the host sees without reading the device; it also keeps the ring
-        from overwriting its own front.
+        from overwriting its own front. Pages given with gaps are not counted.
         """
-        if self.num_pages + count > self._capacity:
+        num_free = self._num_queued + self._num_released
+        if num_free + count > self._capacity:
             raise DoubleFreeError(
-                f"give of {count} pages to {self.num_pages} free ones: expected at most "
+                f"give of {count} pages to {num_free} free ones: expected at most "
                 f"{self._capacity} in all"
             )
 

@@ -13,6 +13,7 @@ import torch
 from kvcore.allocator.arguments import Segment
 from kvcore.allocator.ownership import validate_by_default
 from kvcore.errors import FreeGroupError
+from kvcore.kernels import kernels_for
 
 
 class BaseTokenToKVPoolAllocator(ABC):
@@ -34,6 +35,10 @@ class BaseTokenToKVPoolAllocator(ABC):
         kvcache: the pool whose slots are lent, or None.
         need_sort: keep freed pages aside and merge them in ascending order on demand.
         validate: check values; None means environment variable KVCORE_VALIDATE.
+
+    Slots of batches are computed by Triton's kernels on a CUDA device where Triton is installed,
+    and by torch otherwise; environment variable KVCORE_KERNELS (`torch`, `triton`) decides when an
+    allocator is built.
     """
 
     def __init__(
@@ -53,6 +58,7 @@ class BaseTokenToKVPoolAllocator(ABC):
         self._kvcache = kvcache
         # "cuda" names the current device; index tensors carry its number.
         self._index_device = torch.empty(0, device=device).device
+        self._kernels = kernels_for(self._index_device)
         self._group_open = False
 
     @property

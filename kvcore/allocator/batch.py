@@ -1,7 +1,8 @@
 """Extend and decode batches: how many new pages they need, and the slots they get.
 
 Page counts come from the host copies of the lengths, so they are known before the free list is read
-and without a synchronisation; slots are computed on the device for the whole batch at once.
+and without a synchronisation; slots are computed on the device for the whole batch at once, in a
+few torch operations or by the kernels of `kvcore.kernels`, which give the same answer.
 
 Left out: where the pages come from, and whether `last_loc` is really on loan.
 """
@@ -12,6 +13,7 @@ import torch
 
 from kvcore.allocator.arguments import as_index, require_equal_lengths
 from kvcore.errors import GeometryError
+from kvcore.kernels import SlotKernels
 
 _HOST = torch.device("cpu")
 
@@ -86,12 +88,23 @@ class ExtendBatch:
         before = -(-self.prefix_lens_cpu.numpy() // page_size)
         return int((-(-self.seq_lens_cpu.numpy() // page_size) - before).sum())
 
-    def slots(self, new_pages: torch.Tensor, page_size: int) -> torch.Tensor:
+    def slots(
+        self, new_pages: torch.Tensor, page_size: int, kernels: SlotKernels | None = None
+    ) -> torch.Tensor:
         """Slots of all new tokens in row order, concatenated: int64 `[num_tokens]`.
 
         Each row first fills the page of its `last_loc`, then takes its share of `new_pages`
-        (int64 `[num_new_pages]`) in order.
+        (int64 `[num_new_pages]`) in order. Without `kernels`, torch computes them.
         """
+        if kernels is not None:
+            return kernels.extend_slots(
+                self.prefix_lens,
+                self.seq_lens,
+                self.last_loc,
+                new_pages,
+                num_tokens=self.num_tokens,
+                page_size=page_size,
+            )
         if self.prefix_lens_cpu.numel() == 1:
             return self._slots_of_one_row(new_pages, page_size)
         growth = self.seq_lens - self.prefix_lens
@@ -123,6 +136,49 @@ class ExtendBatch:
             return fresh
         continued = self.last_loc + torch.arange(1, onto_last + 1, device=device)
         return torch.cat((continued, fresh))
+
+
+@dataclass(frozen=True)
+class SwaTail:
+    """The part `[start, end)` of one row's extension that gets SWA slots; positions in the row."""
+
+    start: int
+    end: int
+
+    @classmethod
+    def checked(cls, batch: ExtendBatch, tail_len: int, tail_end: int | None) -> "SwaTail":
+        """The last `tail_len` tokens before `tail_end`, None meaning the end of the row.
+
+        Raises:
+            GeometryError: a batch of more or less than one row, or a tail that is no part of the
+                extension.
+        """
+        rows = batch.seq_lens_cpu.numel()
+        if rows != 1:
+            raise GeometryError(f"{batch.operation}: expected a batch of one row, got {rows}")
+        prefix, length = int(batch.prefix_lens_cpu[0]), int(batch.seq_lens_cpu[0])
+        end = length if tail_end is None else tail_end
+        if not prefix <= end <= length:
+            raise GeometryError(
+                f"{batch.operation}: expected swa_tail_end in {prefix}..{length}, got {end}"
+            )
+        if not 0 <= tail_len <= end - prefix:
+            raise GeometryError(
+                f"{batch.operation}: expected swa_tail_len in 0..{end - prefix}, got {tail_len}"
+            )
+        return cls(end - tail_len, end)
+
+    def require_aligned(self, operation: str, page_size: int) -> None:
+        """Raise GeometryError unless the tail, if there is one, starts on a page boundary."""
+        if self.start < self.end and self.start % page_size != 0:
+            raise GeometryError(
+                f"{operation}: expected a tail that starts on a page boundary of "
+                f"{page_size} tokens, got token {self.start}"
+            )
+
+    def num_pages(self, page_size: int) -> int:
+        """SWA pages that a page-aligned tail needs."""
+        return -(-(self.end - self.start) // page_size)
 
 
 @dataclass(frozen=True)
@@ -179,8 +235,14 @@ class DecodeBatch:
         """Rows whose new token starts a page."""
         return int(((self.seq_lens_cpu.numpy() - 1) % page_size == 0).sum())
 
-    def slots(self, new_pages: torch.Tensor, page_size: int) -> torch.Tensor:
-        """Slot of each row's new token: int64 `[batch]`."""
+    def slots(
+        self, new_pages: torch.Tensor, page_size: int, kernels: SlotKernels | None = None
+    ) -> torch.Tensor:
+        """Slot of each row's new token: int64 `[batch]`; see `ExtendBatch.slots`."""
+        if kernels is not None:
+            return kernels.decode_slots(
+                self.seq_lens, self.last_loc, new_pages, page_size=page_size
+            )
         continued = self.last_loc + 1
         if new_pages.numel() == 0:
             return continued

@@ -8,8 +8,8 @@ whole pages:
                          0        0        ...  0          f has no peer
 
 A page gets its row when it is lent together with a peer, so a later token on the same page finds
-its entry in place. Only a tail allocation leaves single slots of a page unmapped; a page therefore
-has a peer when any of its entries is set.
+its entry in place. Only a tail allocation leaves single slots of a page unmapped, those behind the
+tail's end or before its start; a page therefore has a peer when any of its entries is set.
 
 Left out: the operations that callers see (`kvcore.allocator.swa`).
 """
@@ -53,6 +53,27 @@ class HybridPoolSize(Protocol):
     swa_max_total_num_tokens: int
 
 
+def make_pool(
+    size: int,
+    page_size: int,
+    dtype: torch.dtype,
+    device: str | torch.device,
+    kvcache: Any,
+    need_sort: bool,
+    *,
+    validate: bool,
+    pool_name: str,
+) -> SinglePoolAllocator:
+    """An allocator of one pool, for page size 1 or for larger pages."""
+    if page_size == 1:
+        return TokenToKVPoolAllocator(
+            size, dtype, device, kvcache, need_sort, validate=validate, pool_name=pool_name
+        )
+    return PagedTokenToKVPoolAllocator(
+        size, page_size, dtype, device, kvcache, need_sort, validate=validate, pool_name=pool_name
+    )
+
+
 class HybridAllocator(BaseTokenToKVPoolAllocator):
     """A full side, an SWA side, and the mapping that pairs their pages.
 
@@ -88,17 +109,7 @@ class HybridAllocator(BaseTokenToKVPoolAllocator):
         self._build_mapping()
 
     def _make_side(self, size: int, kvcache: Any, name: str) -> SinglePoolAllocator:
-        if self.page_size == 1:
-            return TokenToKVPoolAllocator(
-                size,
-                self.dtype,
-                self.device,
-                kvcache,
-                self.need_sort,
-                validate=self.validate,
-                pool_name=name,
-            )
-        return PagedTokenToKVPoolAllocator(
+        return make_pool(
             size,
             self.page_size,
             self.dtype,
@@ -123,7 +134,7 @@ class HybridAllocator(BaseTokenToKVPoolAllocator):
         self._no_pages = torch.empty(0, dtype=torch.int64, device=self._index_device)
         full, swa = self.full_attn_allocator.ledger, self.swa_attn_allocator.ledger
         self._guard = (
-            PeerGuard(full, swa, self._peer_pages, self._index_device)
+            PeerGuard(full, swa, self._peer_pages, self._peer_slots, self._index_device)
             if full is not None and swa is not None
             else None
         )
@@ -198,11 +209,9 @@ class HybridAllocator(BaseTokenToKVPoolAllocator):
         """SWA page of each full page, 0 for none: int64 `[n]`."""
         return self._page_rows[full_pages].amax(dim=1) // self.page_size
 
-    @staticmethod
-    def _mapped_only(swa_pages: torch.Tensor) -> torch.Tensor:
-        # Page 0 stands for "no peer" and must never reach a free list (sglang#38519). How many are
-        # left is known to the device only, so this waits for it.
-        return swa_pages[swa_pages > 0]
+    def _peer_slots(self, full_slots: torch.Tensor) -> torch.Tensor:
+        """SWA slot of each full slot, 0 for none: int64 `[n]`."""
+        return self.full_to_swa_index_mapping[full_slots]
 
     def _map_pages(self, full_pages: torch.Tensor, swa_pages: torch.Tensor) -> None:
         self._page_rows[full_pages] = swa_pages[:, None] * self.page_size + self._offsets
@@ -211,15 +220,16 @@ class HybridAllocator(BaseTokenToKVPoolAllocator):
         self._page_rows.index_fill_(0, full_pages, 0)
 
     def _detach_peers(self, full_pages: torch.Tensor) -> torch.Tensor:
-        """Unmap the pages and return their SWA pages, those without a peer left out."""
+        """Unmap the pages and return the SWA page of each, 0 for none: int64 `[n]`."""
         peers = self._peer_pages(full_pages)
         self._clear_pages(full_pages)
-        return self._mapped_only(peers)
+        return peers
 
     def _move_peers(self, kept_pages: torch.Tensor, incoming_pages: torch.Tensor) -> None:
-        peers = self._peer_pages(incoming_pages)
+        # Entry by entry: a page on which a tail ended has peers at its front only.
+        rows = self._page_rows[incoming_pages]
         self._clear_pages(incoming_pages)
-        self._map_pages(kept_pages, peers)
+        self._page_rows[kept_pages] = rows
 
     def _unmap_head(self, slots: torch.Tensor, pages: torch.Tensor) -> None:
         """Unmap what a tail allocation lends without a peer: single slots, then whole new pages.
@@ -228,6 +238,10 @@ class HybridAllocator(BaseTokenToKVPoolAllocator):
         """
         self.full_to_swa_index_mapping.index_fill_(0, slots, 0)
         self._clear_pages(pages)
+
+    def _unmap_behind(self, pages: torch.Tensor, offset: int) -> None:
+        """Unmap the pages' slots from `offset` on, lent or not: the tail ended before them."""
+        self._page_rows[:, offset:].index_fill_(0, pages, 0)
 
     # -- value checks --------------------------------------------------------------------------
 

@@ -29,7 +29,9 @@ from kvcore.errors import (
     PendingFreeError,
 )
 
-FREE, LENT, PENDING = 0, 1, 2
+FREE, LENT, PENDING, SLID = 0, 1, 2, 3
+"""States of a page. SLID is PENDING in a pool whose layers all slide: the open group will release
+the page because the window left it, and its row, which still names it, may yet be freed whole."""
 
 _SHOWN_PAGES = 4
 
@@ -147,7 +149,7 @@ class PageLedger:
         refuse(
             PendingFreeError,
             operation,
-            pages[state == PENDING],
+            pages[(state == PENDING) | (state == SLID)],
             f"{self.pool} pages already freed in the open group",
             "pages on loan",
         )
@@ -161,9 +163,14 @@ class PageLedger:
 
     def require_freeable(self, operation: str, slots: torch.Tensor) -> None:
         """Raise for slots that are not lent, or named twice where a slot is a page."""
-        self.require_lent(operation, slots)
+        self._refuse_not_freeable(operation, on_host(slots))
         if self.page_size == 1:
             self.require_distinct_pages(operation, slots)
+
+    def _refuse_not_freeable(self, operation: str, slots: Ids) -> None:
+        self._refuse_outside(operation, slots)
+        slid = self._state[slots // self.page_size] == SLID
+        self._refuse_not_lent(operation, slots[~slid])
 
     def require_distinct_pages(self, operation: str, pages: torch.Tensor) -> None:
         """Raise DoubleFreeError for pages named more than once."""
@@ -180,7 +187,7 @@ class PageLedger:
         pages: list[Ids] = []
         for index in indices:
             slots = on_host(index)
-            self._refuse_not_lent(operation, slots)
+            self._refuse_not_freeable(operation, slots)
             position = np.arange(slots.size)
             first_of_page = slots[position // self.page_size * self.page_size]
             offset = position % self.page_size
@@ -229,16 +236,17 @@ class PageLedger:
         refuse(
             InvalidSlotError,
             operation,
-            _repeated(self.continued_pages(batch)),
+            _repeated(self.continued_slots(batch) // self.page_size),
             f"{self.pool} pages continued by several rows",
             "each page continued once",
         )
 
-    def continued_pages(self, batch: ExtendBatch | DecodeBatch) -> Ids:
-        """Pages in which a row of the batch goes on, one entry a row."""
+    def continued_slots(self, batch: ExtendBatch | DecodeBatch) -> Ids:
+        """The last slot of each row of the batch that goes on in the page of that slot."""
         prefixes, lengths = batch.prefix_lens_cpu.numpy(), batch.seq_lens_cpu.numpy()
         goes_on = (lengths > prefixes) & (prefixes % self.page_size != 0)
-        return on_host(batch.last_loc)[goes_on] // self.page_size
+        last: Ids = on_host(batch.last_loc)[goes_on]
+        return last
 
 
 class PeerGuard:
@@ -251,6 +259,7 @@ class PeerGuard:
         full: ledger of the full pool.
         swa: ledger of the SWA pool.
         mapped_peers: SWA page that the mapping holds for each given full page, 0 for none.
+        mapped_slots: SWA slot that the mapping holds for each given full slot, 0 for none.
         device: where the mapping is.
     """
 
@@ -259,11 +268,13 @@ class PeerGuard:
         full: PageLedger,
         swa: PageLedger,
         mapped_peers: Callable[[torch.Tensor], torch.Tensor],
+        mapped_slots: Callable[[torch.Tensor], torch.Tensor],
         device: torch.device,
     ) -> None:
         self._full = full
         self._swa = swa
         self._mapped_peers = mapped_peers
+        self._mapped_slots = mapped_slots
         self._device = device
         self._page_size = full.page_size
 
@@ -284,24 +295,27 @@ class PeerGuard:
         )
 
     def require_peer(self, operation: str, full_slots: torch.Tensor) -> None:
-        """Raise DeadPeerError for full slots without an SWA page."""
-        self._refuse_dead(operation, on_host(full_slots) // self._page_size)
+        """Raise DeadPeerError for full slots without an SWA slot."""
+        self._refuse_dead(operation, on_host(full_slots))
 
-    def _refuse_dead(self, operation: str, pages: Ids) -> None:
+    def _refuse_dead(self, operation: str, slots: Ids) -> None:
+        # Slot by slot: of a page on which a tail ended, only the front has a peer.
+        asked = torch.from_numpy(slots).to(self._device)
+        peers = on_host(self._mapped_slots(asked)) // self._page_size
         refuse(
             DeadPeerError,
             operation,
-            pages[self._live_peers(pages) == 0],
+            slots[~self._swa.is_lent(peers)] // self._page_size,
             "full pages without an SWA peer",
-            "pages with a live peer",
+            "slots with a live peer",
         )
 
     def require_batch(self, batch: ExtendBatch | DecodeBatch) -> None:
-        """`PageLedger.require_batch`, and a live peer wherever a page goes on."""
+        """`PageLedger.require_batch`, and a live peer of the last slot wherever a page goes on."""
         self._full.require_batch(batch)
-        pages = self._full.continued_pages(batch)
-        if pages.size:
-            self._refuse_dead(batch.operation, pages)
+        slots = self._full.continued_slots(batch)
+        if slots.size:
+            self._refuse_dead(batch.operation, slots)
 
     def require_mappable(
         self, operation: str, full_slots: torch.Tensor, swa_slots: torch.Tensor

@@ -165,38 +165,49 @@ class SinglePoolAllocator(BaseTokenToKVPoolAllocator):
         num_pages = batch.num_new_pages(self.page_size)
         if not self.has_room(num_pages):
             return None
-        return batch.slots(self.take_pages(num_pages), self.page_size)
+        return batch.slots(self.take_pages(num_pages), self.page_size, self._kernels)
 
     # -- returning -----------------------------------------------------------------------------
 
     def free(self, free_index: torch.Tensor) -> None:
         """Return the pages touched, each once."""
-        slots = as_index("free", free_index, self._index_device)
+        self.free_as("free", free_index)
+
+    def free_full(self, free_index: torch.Tensor) -> None:
+        """The same as `free`: there is one pool."""
+        self.free_as("free_full", free_index)
+
+    def free_segments(self, segments: Iterable[Segment]) -> None:
+        """Return pieces of one row; waits for no device value."""
+        self.free_segments_as("free_segments", segments)
+
+    def free_full_segments(self, segments: Iterable[Segment]) -> None:
+        """The same as `free_segments`: there is one pool."""
+        self.free_segments_as("free_full_segments", segments)
+
+    def free_as(self, operation: str, free_index: torch.Tensor) -> torch.Tensor:
+        """`free` under the name that its errors give; the checked slots, int64 `[n]`."""
+        slots = as_index(operation, free_index, self._index_device)
         if slots.numel() == 0:
-            return
+            return slots
         if self.ledger is not None:
-            self.ledger.require_freeable("free", slots)
+            self.ledger.require_freeable(operation, slots)
         if self._group_open:
             self.queue_slots(self._own_copy(slots))
         else:
             self.give_pages(self.pages_of(slots))
+        return slots
 
-    def free_full(self, free_index: torch.Tensor) -> None:
-        """The same as `free`: there is one pool."""
-        self.free(free_index)
-
-    def free_segments(self, segments: Iterable[Segment]) -> None:
-        """Return pieces of one row; waits for no device value."""
-        indices = as_segments("free_segments", segments, self.page_size, self._index_device)
+    def free_segments_as(self, operation: str, segments: Iterable[Segment]) -> torch.Tensor:
+        """`free_segments` under the name that its errors give; the pages freed, int64 `[n]`."""
+        indices = as_segments(operation, segments, self.page_size, self._index_device)
         if not indices:
-            return
+            return self._no_pages()
         if self.ledger is not None:
-            self.ledger.require_segments("free_segments", indices)
-        self.give_pages(self.pages_of_segments(indices))
-
-    def free_full_segments(self, segments: Iterable[Segment]) -> None:
-        """The same as `free_segments`: there is one pool."""
-        self.free_segments(segments)
+            self.ledger.require_segments(operation, indices)
+        pages = self.pages_of_segments(indices)
+        self.give_pages(pages)
+        return pages
 
     def pages_of_segments(self, indices: list[torch.Tensor]) -> torch.Tensor:
         """Pages of page-aligned pieces of a row, by one slot a page: int64 `[n]`, fresh storage.
@@ -212,6 +223,17 @@ class SinglePoolAllocator(BaseTokenToKVPoolAllocator):
             self._mark(pages, PENDING)
             return
         self._release(pages)
+
+    def give_pages_with_gaps(self, pages: torch.Tensor) -> None:
+        """`give_pages` where 0 stands for no page; the tensor is kept.
+
+        Outside a group and without `validate` nothing waits for the device: the pages are counted
+        when the free list is next needed.
+        """
+        if self._group_open or self.ledger is not None:
+            self.give_pages(pages[pages > 0])
+        else:
+            self._free_list.give_with_gaps(pages)
 
     def queue_slots(self, slots: torch.Tensor) -> None:
         """Return the pages of `slots` at the end of the open group; the tensor is kept."""

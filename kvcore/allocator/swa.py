@@ -19,7 +19,7 @@ from kvcore.allocator.arguments import (
     require_equal_lengths,
     whole_pages,
 )
-from kvcore.allocator.batch import DecodeBatch, ExtendBatch
+from kvcore.allocator.batch import DecodeBatch, ExtendBatch, SwaTail
 from kvcore.allocator.hybrid import HybridAllocator, HybridPoolSize
 from kvcore.errors import GeometryError
 
@@ -107,7 +107,8 @@ class SWATokenToKVPoolAllocator(HybridAllocator):
         num_pages = batch.num_new_pages(self.page_size)
         if not self.new_pages_available(num_pages, num_pages):
             return None
-        return batch.slots(self._take_mapped_pages(num_pages), self.page_size)
+        full_pages = self._take_mapped_pages(num_pages)
+        return batch.slots(full_pages, self.page_size, self._kernels)
 
     def _take_mapped_pages(self, num_pages: int) -> torch.Tensor:
         """Full pages with fresh peers; both sides have been asked for room."""
@@ -127,17 +128,25 @@ class SWATokenToKVPoolAllocator(HybridAllocator):
         last_loc: torch.Tensor,
         extend_num_tokens: int,
         swa_tail_len: int,
+        *,
+        swa_tail_end: int | None = None,
     ) -> torch.Tensor | None:
-        """`alloc_extend` of one row, with SWA slots for its last `swa_tail_len` tokens only.
+        """`alloc_extend` of one row, with SWA slots for a tail of `swa_tail_len` tokens only.
 
-        Every other new full slot is unmapped, also when the tail is empty (sglang#25805).
+        Every other new full slot is unmapped, also when the tail is empty (sglang#25805). Where the
+        tail ends within a page and before the row does, that page's slots behind the end stay
+        unmapped, those not lent yet included: the row cannot go on in them.
+
+        Args:
+            swa_tail_len: tokens that get SWA slots.
+            swa_tail_end: position in the row behind the last of them; None means the row's end.
 
         Returns:
             int64 `[extend_num_tokens]`, or None if either side lacks the pages.
 
         Raises:
             GeometryError: as `alloc_extend`; a batch of more or less than one row; a tail that is
-                longer than the extension, or that does not start on a page boundary (two full
+                no part of the extension, or that does not start on a page boundary (two full
                 pages would share an SWA page).
         """
         operation = "alloc_extend_swa_tail"
@@ -151,36 +160,35 @@ class SWATokenToKVPoolAllocator(HybridAllocator):
             extend_num_tokens,
             self._index_device,
         )
-        self._check_tail(batch, swa_tail_len)
+        tail = SwaTail.checked(batch, swa_tail_len, swa_tail_end)
+        tail.require_aligned(operation, self.page_size)
         if self.full_attn_allocator.ledger is not None:
             self.full_attn_allocator.ledger.require_batch(batch)
-        num_full = batch.num_new_pages(self.page_size)
-        num_swa = (swa_tail_len + self.page_size - 1) // self.page_size
+        num_full, num_swa = batch.num_new_pages(self.page_size), tail.num_pages(self.page_size)
         if not self.new_pages_available(num_full, num_swa):
             return None
         self._capture_queued_peers()
         full_pages = self.full_attn_allocator.take_pages(num_full)
-        slots = batch.slots(full_pages, self.page_size)
-        head_pages, tail_pages = full_pages[: num_full - num_swa], full_pages[num_full - num_swa :]
-        self._unmap_head(slots[: extend_num_tokens - swa_tail_len], head_pages)
-        self._map_pages(tail_pages, self.swa_attn_allocator.take_pages(num_swa))
+        slots = batch.slots(full_pages, self.page_size, self._kernels)
+        self._pair_tail(batch, tail, slots, full_pages)
         return slots
 
-    def _check_tail(self, batch: ExtendBatch, tail_len: int) -> None:
-        if batch.seq_lens_cpu.numel() != 1:
-            raise GeometryError(
-                f"{batch.operation}: expected a batch of one row, got {batch.seq_lens_cpu.numel()}"
-            )
-        if not 0 <= tail_len <= batch.num_tokens:
-            raise GeometryError(
-                f"{batch.operation}: expected swa_tail_len in 0..{batch.num_tokens}, got {tail_len}"
-            )
-        start = int(batch.seq_lens_cpu[0]) - tail_len
-        if tail_len > 0 and start % self.page_size != 0:
-            raise GeometryError(
-                f"{batch.operation}: expected a tail that starts on a page boundary of "
-                f"{self.page_size} tokens, got token {start}"
-            )
+    def _pair_tail(
+        self, batch: ExtendBatch, tail: SwaTail, slots: torch.Tensor, full_pages: torch.Tensor
+    ) -> None:
+        """Map the new pages of the tail, unmap everything else that the call lends."""
+        prefix, length = int(batch.prefix_lens_cpu[0]), int(batch.seq_lens_cpu[0])
+        num_swa = tail.num_pages(self.page_size)
+        # Pages before the tail's: those of the row up to there, less those it had begun.
+        before = tail.start // self.page_size - -(-prefix // self.page_size) if num_swa else 0
+        head, paired, rest = full_pages.split(
+            (before, num_swa, full_pages.numel() - before - num_swa)
+        )
+        ahead, behind = slots[: tail.start - prefix], slots[tail.end - prefix :]
+        self._unmap_head(torch.cat((ahead, behind)), torch.cat((head, rest)))
+        self._map_pages(paired, self.swa_attn_allocator.take_pages(num_swa))
+        if tail.end < length and num_swa > 0 and tail.end % self.page_size != 0:
+            self._unmap_behind(paired[-1:], tail.end % self.page_size)
 
     # -- returning -----------------------------------------------------------------------------
 
@@ -232,11 +240,18 @@ class SWATokenToKVPoolAllocator(HybridAllocator):
         indices = self._checked_segments("free_segments", segments)
         if not indices:
             return
+        pages = self.full_attn_allocator.pages_of_segments(indices)
+        if not self._group_open:
+            self.full_attn_allocator.require_place_for(pages)
         self._free_swa_segments(indices)
-        self.full_attn_allocator.give_pages(self.full_attn_allocator.pages_of_segments(indices))
+        self.full_attn_allocator.give_pages(pages)
 
     def free_swa_segments(self, segments: Iterable[Segment]) -> None:
-        """`free_swa` of page-aligned pieces of one row, ascending, no page shared."""
+        """`free_swa` of page-aligned pieces of one row, ascending, no page shared.
+
+        Waits for no device value, as all segment frees: the peers are counted when the SWA side's
+        free list is next needed.
+        """
         indices = self._checked_segments("free_swa_segments", segments)
         if indices:
             self._free_swa_segments(indices)
@@ -273,7 +288,7 @@ class SWATokenToKVPoolAllocator(HybridAllocator):
             self._queue_peers(self._own_copy(index[:: self.page_size]))
 
     def _release_peers(self, full_pages: torch.Tensor) -> None:
-        self.swa_attn_allocator.give_pages(self._detach_peers(full_pages))
+        self.swa_attn_allocator.give_pages_with_gaps(self._detach_peers(full_pages))
 
     # -- free groups ---------------------------------------------------------------------------
 

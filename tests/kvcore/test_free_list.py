@@ -99,6 +99,53 @@ def test_reset_makes_every_page_free_in_order() -> None:
 
 @pytest.mark.parametrize("newest_first", [False, True])
 @pytest.mark.parametrize("need_sort", [False, True])
+def test_pages_given_with_gaps_are_free_and_the_gaps_are_not(
+    need_sort: bool, newest_first: bool
+) -> None:
+    pages = make(6, need_sort=need_sort, newest_first=newest_first)
+    taken = pages.take(6)
+    pages.give_with_gaps(torch.tensor([0, taken[0], 0]))
+    pages.give_with_gaps(torch.tensor([0]))
+    pages.give_with_gaps(taken[2:5])
+    pages.give(taken[1:2])
+    assert pages.num_pages == 5
+    assert pages.has_room(5)
+    assert not pages.has_room(6)
+    free = pages.free_pages.tolist() + pages.release_pages.tolist()
+    assert sorted(free) == taken[:5].tolist()
+
+
+@pytest.mark.parametrize("ask", ["free_pages", "release_pages", "take", "merge", "room"])
+def test_the_gaps_are_closed_for_whoever_looks_first(ask: str) -> None:
+    pages = make(4, need_sort=True)
+    pages.give_with_gaps(pages.take(4) * torch.tensor([1, 0, 1, 0]))
+    match ask:
+        case "free_pages":
+            assert pages.free_pages.tolist() == []
+        case "release_pages":
+            assert pages.release_pages.tolist() == [1, 3]
+        case "take":
+            assert pages.take(1).tolist() == [1]
+        case "merge":
+            pages.merge_and_sort()
+            assert pages.free_pages.tolist() == [1, 3]
+        case _:
+            assert pages.has_room(2)
+
+
+def test_too_many_pages_with_gaps_are_refused_and_stay_aside() -> None:
+    pages = make(3)
+    pages.take(1)
+    pages.give_with_gaps(torch.tensor([1, 0, 1]))
+    for _ in range(2):
+        with pytest.raises(DoubleFreeError, match="give of 2 pages to 2 free ones"):
+            pages.has_room(1)
+    pages.reset()
+    assert pages.free_pages.tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("newest_first", [False, True])
+@pytest.mark.parametrize("need_sort", [False, True])
 def test_every_page_is_in_one_place_whatever_is_taken_and_given(
     need_sort: bool, newest_first: bool
 ) -> None:
@@ -115,8 +162,11 @@ def test_every_page_is_in_one_place_whatever_is_taken_and_given(
             choose.shuffle(lent)
             back = [lent.pop() for _ in range(choose.randint(0, len(lent)))]
             given = torch.tensor(back, dtype=torch.int64)
-            pages.give(given)
-            given.fill_(-7)
+            if choose.random() < 0.3:
+                pages.give_with_gaps(torch.cat((given, torch.zeros(2, dtype=torch.int64))))
+            else:
+                pages.give(given)
+                given.fill_(-7)
         everything = pages.free_pages.tolist() + pages.release_pages.tolist() + lent
         assert Counter(everything) == Counter(range(1, 10))
         assert pages.num_pages == 9 - len(lent)

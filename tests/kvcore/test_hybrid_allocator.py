@@ -1,4 +1,4 @@
-"""The hybrid allocator by the laws: pairs of pages, one-sided frees, tails, load-back, recovery."""
+"""The hybrid allocator by the laws: pairs of pages, one-sided frees, load-back, recovery."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -25,9 +25,8 @@ class RecordingPool:
 
 def tail_call(allocator: Any, row: torch.Tensor, length: int, tail: int) -> Any:
     prefix, total = torch.tensor([row.numel()]), torch.tensor([length])
-    last = row[-1:] if row.numel() else torch.tensor([-1])
     new = length - row.numel()
-    return allocator.alloc_extend_swa_tail(prefix, prefix, total, total, last, new, tail)
+    return allocator.alloc_extend_swa_tail(prefix, prefix, total, total, row[-1:], new, tail)
 
 
 def peers(allocator: Any, slots: torch.Tensor) -> list[int]:
@@ -239,91 +238,6 @@ def test_freeing_nothing_is_nothing(hybrid: Any, laws: Any) -> None:
     hybrid.set_full_to_swa_mapping(laws.no_row, laws.no_row)
     hybrid.recover_tombstone(laws.no_row, laws.no_row)
     assert laws.snapshot(hybrid) == before
-
-
-# -- tails -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("tail_pages", [0, 1, 3])
-def test_a_tail_has_peers_and_the_rest_of_the_extend_has_none(
-    hybrid: Any, tail_pages: int, laws: Any
-) -> None:
-    page = hybrid.page_size
-    length, tail = 5 * page - page // 2, max(0, tail_pages * page - page // 2)
-    slots = tail_call(hybrid, laws.no_row, length, tail)
-    assert slots.numel() == length
-    assert peers(hybrid, slots[: length - tail]) == [0] * (length - tail)
-    assert all(peer >= page for peer in peers(hybrid, slots[length - tail :]))
-    assert hybrid.swa_available_size() == hybrid.size_swa - tail_pages * page
-    laws.check_hybrid(hybrid, laws.pages_of(slots, page))
-    hybrid.free_segment(slots, start_pos=0)
-    laws.check_hybrid(hybrid, [])
-
-
-def test_a_tail_may_be_the_whole_extend(hybrid: Any, laws: Any) -> None:
-    page = hybrid.page_size
-    row = laws.extend_row(hybrid, laws.no_row, page)
-    slots = tail_call(hybrid, row, 3 * page, 2 * page)
-    laws.check_hybrid(hybrid, laws.pages_of(torch.cat((row, slots)), page))
-    assert hybrid.swa_available_size() == hybrid.size_swa - 3 * page
-
-
-@pytest.mark.parametrize("tail", [0, 4])
-def test_a_tail_unmaps_the_new_slots_of_a_page_that_goes_on(
-    tail: int, laws: Any, validate: bool
-) -> None:
-    allocator = laws.make_hybrid(4, validate=validate)
-    row = laws.extend_row(allocator, laws.no_row, 2)
-    before = peers(allocator, row)
-    slots = tail_call(allocator, row, 8, tail)
-    assert peers(allocator, slots[: 6 - tail]) == [0] * (6 - tail)
-    assert peers(allocator, row) == before
-    allocator.free(torch.cat((row, slots)))
-    laws.check_hybrid(allocator, [])
-
-
-def test_a_tail_clears_entries_that_another_path_left_behind(hybrid: Any, laws: Any) -> None:
-    page = hybrid.page_size
-    # By breaking the contract of the full side, every free page is made to carry a stale entry.
-    hybrid.full_to_swa_index_mapping[page:-1] = page
-    slots = tail_call(hybrid, laws.no_row, 3 * page, page)
-    assert peers(hybrid, slots[: 2 * page]) == [0] * (2 * page)
-    # The last page is lent in part, and unmapped as a whole.
-    slots = tail_call(hybrid, laws.no_row, 2 * page - page // 2, 0)
-    for lent in laws.pages_of(slots, page):
-        row = torch.arange(lent * page, (lent + 1) * page)
-        assert peers(hybrid, row) == [0] * page
-
-
-def test_a_row_goes_on_behind_its_tail(hybrid: Any, laws: Any) -> None:
-    page = hybrid.page_size
-    row = tail_call(hybrid, laws.no_row, 2 * page + 1, 1)
-    row = laws.extend_row(hybrid, row, 3 * page)
-    assert peers(hybrid, row[: 2 * page]) == [0] * (2 * page)
-    assert all(peer >= page for peer in peers(hybrid, row[2 * page :]))
-    laws.check_hybrid(hybrid, laws.pages_of(row, page))
-
-
-def test_a_tail_that_starts_within_a_page_is_refused(
-    laws: Any, validate: bool, refuses: Any
-) -> None:
-    allocator = laws.make_hybrid(4, validate=validate)
-    for length, tail in ((8, 3), (6, 3), (7, 1)):
-        refuses(allocator, GeometryError, tail_call, allocator, laws.no_row, length, tail)
-
-
-def test_a_tail_longer_than_the_extend_or_negative_is_refused(
-    hybrid: Any, laws: Any, refuses: Any
-) -> None:
-    page = hybrid.page_size
-    refuses(hybrid, GeometryError, tail_call, hybrid, laws.no_row, page, 2 * page)
-    refuses(hybrid, GeometryError, tail_call, hybrid, laws.no_row, page, -page)
-
-
-def test_a_tail_is_for_one_row(hybrid: Any, refuses: Any) -> None:
-    zeros, ones = torch.zeros(2, dtype=torch.int64), torch.ones(2, dtype=torch.int64)
-    call = hybrid.alloc_extend_swa_tail
-    refuses(hybrid, GeometryError, call, zeros, zeros, ones, ones, -ones, 2, 0)
 
 
 # -- mapping writes ----------------------------------------------------------------------------

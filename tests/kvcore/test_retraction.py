@@ -1,14 +1,34 @@
 """Retract, let others overwrite, restore elsewhere: a row comes back bit for bit, or not at all."""
 
 import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from kvcore.errors import GeometryError, IndexTensorError, KVCacheError, MappingError
-from kvcore.pools import HostRows, HybridRows, MHATokenToKVPool, SWAKVPool
-from kvcore.retraction import RetractionBackup
+from kvcore import (
+    HiSparseKVPool,
+    HiSparseTokenToKVPoolAllocator,
+    HostMemorySaver,
+    ReqToTokenPool,
+    SWATokenToKVPoolAllocator,
+    TokenToKVPoolAllocator,
+)
+from kvcore.errors import (
+    DoubleFreeError,
+    GeometryError,
+    IndexTensorError,
+    InvalidSlotError,
+    KVCacheError,
+    MappingError,
+    PausedPoolError,
+)
+from kvcore.pools import HostRows, MHATokenToKVPool, SWAKVPool
+from kvcore.retraction import Retraction, RetractionBackup
+from kvcore.saver import KV_CACHE
 
 SIZE, SIZE_SWA, HEADS, K_WIDTH, V_WIDTH = 12, 8, 2, 3, 5
 FULL_LAYERS, SWA_LAYERS = [0, 2], [1, 3]
@@ -22,10 +42,8 @@ def mha_pool(dtype: torch.dtype = torch.int64, layer_num: int = 2) -> MHATokenTo
 
 def swa_pool(peers: dict[int, int], **changes: Any) -> SWAKVPool:
     arguments: dict[str, Any] = {"head_dim": K_WIDTH, "v_head_dim": V_WIDTH, "dtype": torch.int64}
+    arguments |= {"size": SIZE, "size_swa": SIZE_SWA, "page_size": 1}
     pool = SWAKVPool(
-        size=SIZE,
-        size_swa=SIZE_SWA,
-        page_size=1,
         head_num=HEADS,
         swa_attention_layer_ids=SWA_LAYERS,
         full_attention_layer_ids=FULL_LAYERS,
@@ -95,7 +113,7 @@ def test_a_backup_needs_no_further_word_of_the_pool_it_came_from() -> None:
 
 def test_a_backup_lies_in_host_memory_and_shares_none_of_the_pools() -> None:
     pool = mha_pool()
-    copy = RetractionBackup.take(pool, torch.arange(SIZE + 1)).cpu_tensors
+    [copy] = RetractionBackup.take(pool, torch.arange(SIZE + 1)).chunks
     owned = {rows.untyped_storage().data_ptr() for rows in copy.buffers}
     assert all(rows.device.type == "cpu" for rows in copy.buffers)
     assert not owned & {buffer.untyped_storage().data_ptr() for buffer in buffers_of(pool)}
@@ -127,6 +145,64 @@ def test_a_request_without_tokens_is_retracted_and_restored_too(
     assert len(backup.cpu_tensors) == 0
     backup.restore(pool, slots())
     assert all(map(torch.equal, buffers_of(pool), before))
+
+
+# In chunks
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 2, 3, 4, 5, 6, 100])
+@pytest.mark.parametrize("kind", ["mha", "swa"])
+def test_a_row_copied_in_chunks_comes_back_as_one_copied_whole(
+    kind: str, chunk_tokens: int
+) -> None:
+    old, new = slots(3, 7, 1, 2, 8), slots(10, 4, 5, 12, 6)
+    restored = []
+    for chunk in (None, chunk_tokens):
+        pool = mha_pool() if kind == "mha" else swa_pool({3: 1, 1: 2, 8: 3, 10: 4, 5: 5, 12: 6})
+        stamp_every_row(pool)
+        backup: RetractionBackup[Any] = RetractionBackup.take(pool, old, chunk_tokens=chunk)
+        assert len(backup) == len(old)
+        stamp_every_row(pool, first=1_000_000)
+        backup.restore(pool, new)
+        restored.append(snapshot(pool))
+    whole, in_chunks = restored
+    assert all(map(torch.equal, whole, in_chunks))
+
+
+def test_the_chunks_of_a_row_are_its_pieces_in_order() -> None:
+    pool = mha_pool()
+    stamp_every_row(pool)
+    backup = RetractionBackup.take(pool, slots(1, 2, 3, 4, 5), chunk_tokens=2)
+    assert [len(chunk) for chunk in backup.chunks] == [2, 2, 1]
+    assert torch.equal(backup.chunks[1].buffers[0], pool.slot_buffers()[0][slots(3, 4)])
+    empty = RetractionBackup.take(pool, slots(), chunk_tokens=2)
+    assert [len(chunk) for chunk in empty.chunks] == [0]
+
+
+def test_slots_are_counted_before_the_first_chunk_is_written() -> None:
+    pool = mha_pool()
+    backup = RetractionBackup.take(pool, slots(1, 2, 3, 4, 5), chunk_tokens=2)
+    stamp_every_row(pool)
+    before = snapshot(pool)
+    for wrong in (slots(6, 7, 8, 9), slots(6, 7, 8, 9, 10, 11)):
+        with pytest.raises(GeometryError):
+            backup.restore(pool, wrong)
+    assert all(map(torch.equal, buffers_of(pool), before))
+
+
+def test_a_chunk_without_tokens_is_rejected() -> None:
+    with pytest.raises(GeometryError):
+        RetractionBackup.take(mha_pool(), slots(1), chunk_tokens=0)
+
+
+def test_what_is_no_tensor_is_rejected() -> None:
+    pool = mha_pool()
+    backup = RetractionBackup.take(pool, slots(1))
+    not_a_tensor: Any = [1]
+    with pytest.raises(IndexTensorError):
+        RetractionBackup.take(pool, not_a_tensor)
+    with pytest.raises(IndexTensorError):
+        backup.restore(pool, not_a_tensor)
 
 
 # The hybrid pool
@@ -258,44 +334,163 @@ def test_a_pool_without_layers_says_so_when_a_copy_does_not_fit() -> None:
         mha_pool(layer_num=0).load_cpu_copy(copy, slots(1))
 
 
-# The seams that deliberately faulty variants open: each must show in the rows
+# Requests that are not what a call expects
+
+CONTEXT_LEN = 16
+
+RUNNING: dict[str, tuple[type[KVCacheError], dict[str, Any]]] = {
+    "a row that is not lent": (InvalidSlotError, {"req_pool_idx": 1}),
+    "the padding row": (InvalidSlotError, {"req_pool_idx": 0}),
+    "no row": (DoubleFreeError, {"req_pool_idx": None}),
+    "a backup that would be lost": (InvalidSlotError, {"retraction": RetractionBackup([])}),
+    "a negative length": (GeometryError, {"kv_len": -1}),
+    "a length beyond the row": (GeometryError, {"kv_len": CONTEXT_LEN + 1}),
+    "a negative window": (GeometryError, {"swa_evicted_seqlen": -2}),
+    "a window within a page": (GeometryError, {"swa_evicted_seqlen": 3}),
+    "a window beyond the length": (GeometryError, {"swa_evicted_seqlen": 6}),
+}
+
+RETRACTED: dict[str, tuple[type[KVCacheError], dict[str, Any]]] = {
+    "a row": (InvalidSlotError, {"req_pool_idx": 2}),
+    "no backup": (InvalidSlotError, {"retraction": None}),
+    "fewer tokens": (GeometryError, {"kv_len": 4}),
+    "more tokens": (GeometryError, {"kv_len": 6}),
+    "another window": (GeometryError, {"swa_evicted_seqlen": 2}),
+}
 
 
-def test_a_backup_that_misses_the_values_shows() -> None:
-    class KeysOnly(MHATokenToKVPool):
-        def slot_buffers(self) -> list[torch.Tensor]:
-            return self.k_buffer
-
-    pool = KeysOnly(SIZE, 1, torch.int64, HEADS, K_WIDTH, 1, "cpu", False)
-    keys, values = (torch.full((1, HEADS, K_WIDTH), stamp) for stamp in (1, 2))
-    pool.set_kv_buffer(0, slots(1), keys, values)
-    backup = RetractionBackup.take(pool, slots(1))
-    backup.restore(pool, slots(2))
-    assert torch.equal(pool.get_key_buffer(0)[2], keys[0])
-    assert not torch.equal(pool.get_value_buffer(0)[2], values[0])
+@dataclass
+class Request:
+    kv_len: int
+    swa_evicted_seqlen: int = 0
+    req_pool_idx: int | None = None
+    retraction: RetractionBackup[Any] | None = None
 
 
-def test_a_restore_by_the_new_mask_alone_shows() -> None:
-    class NewMaskAlone(SWAKVPool):
-        def _rows_to_restore(
-            self, had_peer: torch.Tensor, has_peer: torch.Tensor
-        ) -> tuple[torch.Tensor, torch.Tensor]:
-            count = min(int(had_peer.sum()), int(has_peer.sum()))
-            rows = torch.arange(int(had_peer.sum())) < count
-            tokens = has_peer & (has_peer.cumsum(0) <= count)
-            return rows, tokens
-
-    pool = NewMaskAlone(
-        SIZE, SIZE_SWA, 1, torch.int64, HEADS, K_WIDTH, SWA_LAYERS, FULL_LAYERS, "cpu"
+def hybrid_retraction(page_size: int) -> Retraction:
+    pool = swa_pool({}, page_size=page_size, size=SIZE * page_size, size_swa=SIZE_SWA * page_size)
+    allocator = SWATokenToKVPoolAllocator(
+        pool.size, pool.size_swa, page_size, torch.int64, "cpu", pool, False, validate=True
     )
-    pool.register_mapping(torch.zeros(SIZE + 2, dtype=torch.int64))
-    remap(pool, {1: 1, 2: 2})
+    return Retraction(allocator, ReqToTokenPool(2, CONTEXT_LEN, "cpu", False))
+
+
+def start(retraction: Retraction, num_tokens: int) -> Request:
+    request = Request(num_tokens)
+    rows = retraction.req_to_token_pool.alloc([request])
+    none, length = torch.tensor([0]), torch.tensor([num_tokens])
+    kv_row = retraction.allocator.alloc_extend(
+        none, none, length, length, torch.tensor([-1]), num_tokens
+    )
+    assert rows is not None
+    assert kv_row is not None
+    retraction.req_to_token_pool.write((rows[0], slice(0, num_tokens)), kv_row)
+    return request
+
+
+@pytest.fixture
+def rejected(laws: SimpleNamespace) -> Callable[..., None]:
+    """Require that a call raises exactly that type and changes nothing."""
+
+    def run(retraction: Retraction, call: str, request: Request, error: type[KVCacheError]) -> None:
+        def state() -> tuple[Any, ...]:
+            rows = retraction.req_to_token_pool
+            free = laws.snapshot(retraction.allocator)
+            return free, list(rows.free_slots), rows.req_to_token.tolist()
+
+        before, as_it_was = state(), Request(**vars(request))
+        with pytest.raises(KVCacheError) as caught:
+            getattr(retraction, call)(request)
+        assert caught.type is error
+        assert state() == before
+        assert request == as_it_was
+
+    return run
+
+
+@pytest.mark.parametrize("case", sorted(RUNNING))
+def test_a_request_that_cannot_be_retracted_is_left_as_it_is(
+    rejected: Callable[..., None], case: str
+) -> None:
+    error, attributes = RUNNING[case]
+    retraction = hybrid_retraction(page_size=2)
+    request = start(retraction, 5)
+    vars(request).update(attributes)
+    rejected(retraction, "retract", request, error)
+
+
+@pytest.mark.parametrize("case", sorted(RETRACTED))
+def test_a_request_that_cannot_be_restored_is_left_as_it_is(
+    rejected: Callable[..., None], case: str
+) -> None:
+    error, attributes = RETRACTED[case]
+    retraction = hybrid_retraction(page_size=2)
+    request = start(retraction, 5)
+    retraction.retract(request)
+    assert retraction.req_to_token_pool.alloc(1) == [2]
+    vars(request).update(attributes)
+    rejected(retraction, "restore", request, error)
+
+
+def test_a_running_request_is_not_restored_and_a_retracted_one_not_retracted(
+    rejected: Callable[..., None],
+) -> None:
+    retraction = hybrid_retraction(page_size=1)
+    request = start(retraction, 3)
+    rejected(retraction, "restore", request, InvalidSlotError)
+    retraction.retract(request)
+    rejected(retraction, "retract", request, DoubleFreeError)
+
+
+def test_a_window_where_nothing_slides_is_rejected(rejected: Callable[..., None]) -> None:
+    pool = mha_pool()
+    allocator = TokenToKVPoolAllocator(SIZE, torch.int64, "cpu", pool, False, validate=True)
+    retraction = Retraction(allocator, ReqToTokenPool(2, CONTEXT_LEN, "cpu", False))
+    request = start(retraction, 5)
+    request.swa_evicted_seqlen = 1
+    rejected(retraction, "retract", request, GeometryError)
+
+
+def test_a_retraction_needs_a_pool_chunks_of_some_length_and_one_device(
+    laws: SimpleNamespace,
+) -> None:
+    rows = ReqToTokenPool(1, CONTEXT_LEN, "cpu", False)
+    with pytest.raises(GeometryError):
+        Retraction(laws.make_single(1), rows)
+    latent = HiSparseKVPool(8, 4, torch.int64, 2, 1, 1, "cpu", False)
+    sparse = HiSparseTokenToKVPoolAllocator(8, 4, torch.int64, "cpu", latent, False)
+    with pytest.raises(GeometryError, match="holds the KV of every slot"):
+        Retraction(sparse, rows)
+    allocator = hybrid_retraction(page_size=1).allocator
+    with pytest.raises(GeometryError):
+        Retraction(allocator, rows, chunk_tokens=0)
+    with pytest.raises(GeometryError):
+        Retraction(allocator, ReqToTokenPool(1, CONTEXT_LEN, "meta", False))
+
+
+def test_a_request_retracted_before_a_pause_is_restored_after_the_resume() -> None:
+    saver = HostMemorySaver()
+    pool = MHATokenToKVPool(
+        SIZE, 1, torch.int64, HEADS, K_WIDTH, 1, "cpu", True, memory_saver=saver
+    )
+    allocator = TokenToKVPoolAllocator(SIZE, torch.int64, "cpu", pool, False, validate=True)
+    rows = ReqToTokenPool(2, CONTEXT_LEN, "cpu", True, memory_saver=saver)
+    retraction = Retraction(allocator, rows)
+    request = start(retraction, 4)
+    assert request.req_pool_idx is not None
     stamp_every_row(pool)
-    second_token = pool.get_key_buffer(SWA_LAYERS[0])[2].clone()
-    backup = RetractionBackup.take(pool, slots(1, 2))
-    remap(pool, {6: 5})
-    backup.restore(pool, slots(5, 6))
-    assert not torch.equal(pool.get_key_buffer(SWA_LAYERS[0])[5], second_token)
+    expected = pool.get_key_buffer(0)[rows.row(request.req_pool_idx, 4)]
+    retraction.retract(request)
+    saver.pause(KV_CACHE)
+    with pytest.raises(PausedPoolError):
+        retraction.restore(request)
+    assert (allocator.available_size(), rows.available_size()) == (SIZE, 2)
+    saver.resume(KV_CACHE)
+    assert retraction.restore(request)
+    assert torch.equal(pool.get_key_buffer(0)[rows.row(request.req_pool_idx, 4)], expected)
+
+
+# Host copies
 
 
 def test_selecting_rows_keeps_their_order_and_count() -> None:
@@ -303,8 +498,3 @@ def test_selecting_rows_keeps_their_order_and_count() -> None:
     kept = rows.select(torch.tensor([True, False, True]))
     assert len(kept) == 2
     assert kept.buffers[0].tolist() == [10, 30]
-
-
-def test_the_length_of_a_hybrid_copy_is_its_number_of_tokens() -> None:
-    empty = HostRows(0, ())
-    assert len(HybridRows(HostRows(2, ()), empty, torch.tensor([False, False]))) == 2
