@@ -1,0 +1,284 @@
+"""Which row of the request table belongs to whom, and the kv rows written there: for each running
+request the slots of its tokens, in token order.
+
+Left out: the slots themselves (`kvcore.allocator`), and what becomes of a row that loses them
+(`kvcore.retraction`).
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Protocol, TypeAlias
+
+import numpy as np
+import torch
+
+from kvcore.allocator.arguments import as_index, require_equal_lengths
+from kvcore.allocator.ownership import Ids, on_host, refuse
+from kvcore.errors import (
+    DoubleFreeError,
+    GeometryError,
+    IndexTensorError,
+    InvalidSlotError,
+    KVCacheError,
+    PausedPoolError,
+)
+from kvcore.saver import KV_CACHE, MemorySaver, default_saver
+
+
+class RowHolder(Protocol):
+    """A request, as far as its row is concerned."""
+
+    req_pool_idx: int | None
+    """The row it holds, or None."""
+
+
+Places: TypeAlias = tuple[int | torch.Tensor, slice | torch.Tensor]
+"""A piece of a row, `(row, slice(start, stop))`, or single tokens, `(rows, positions)` pairwise."""
+
+
+def _as_ids(rows: Sequence[int]) -> Ids:
+    """Row numbers as numpy, `[n]`."""
+    return np.array(rows, dtype=np.int64)
+
+
+class ReqToTokenPool:
+    """A table of rows 1..size; row 0 is padding, absorbs what padded batches write, and is never
+    lent.
+
+    Args:
+        size: requests that can run at once.
+        max_context_len: tokens that a row can hold.
+        device: where the table lives.
+        enable_memory_saver: allocate the table under the tag `kv_cache` of a memory saver, so that
+            its `pause` gives it back. The saver resumes it as zeros.
+        memory_saver: the saver, where `enable_memory_saver` is True; `default_saver(device)` for
+            None.
+
+    While the tag is paused, reading and writing kv rows raises `PausedPoolError`; rows can be lent
+    and taken back.
+
+    Raises:
+        GeometryError: no row, or rows without a token.
+        PausedPoolError: the saver's tag `kv_cache` is paused.
+        SaverMemoryError: the saver found no memory.
+        SaverUnavailableError: there is no saver for `device`.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        max_context_len: int,
+        device: str | torch.device,
+        enable_memory_saver: bool,
+        *,
+        memory_saver: MemorySaver | None = None,
+    ) -> None:
+        if size < 1 or max_context_len < 1:
+            raise GeometryError(
+                f"ReqToTokenPool: size {size}, max_context_len {max_context_len}; expected at "
+                "least 1 each"
+            )
+        self.size = size
+        self.max_context_len = max_context_len
+        self.device = device
+        self.enable_memory_saver = enable_memory_saver
+        self.memory_saver: MemorySaver | None = None
+        """The saver that the table belongs to; None with the memory saver off."""
+        if enable_memory_saver:
+            self.memory_saver = default_saver(device) if memory_saver is None else memory_saver
+        self._req_to_token = self._zeros((size + 1, max_context_len))
+        self._index_device = self._req_to_token.device
+        self.clear()
+
+    def _zeros(self, shape: tuple[int, int]) -> torch.Tensor:
+        if self.memory_saver is None:
+            return torch.zeros(shape, dtype=torch.int32, device=self.device)
+        with self.memory_saver.region(KV_CACHE) as region:
+            return region.zeros(shape, torch.int32, self.device)
+
+    @property
+    def req_to_token(self) -> torch.Tensor:
+        """The table, int32 `[size + 1, max_context_len]`; places not yet written are undefined.
+
+        Raises:
+            PausedPoolError: the memory of the table was given back.
+        """
+        if self.memory_saver is not None and self.memory_saver.is_paused(KV_CACHE):
+            raise PausedPoolError(
+                "req_to_token: the memory of this table is given back; expected "
+                f"resume({KV_CACHE!r}) of its saver first"
+            )
+        return self._req_to_token
+
+    def available_size(self) -> int:
+        """Rows that can be lent now."""
+        return len(self.free_slots)
+
+    # -- lending -------------------------------------------------------------------------------
+
+    def alloc(self, requests: Sequence[RowHolder] | int) -> list[int] | None:
+        """Lend rows: to requests, or as many as a number says; all or none.
+
+        Each request that holds no row gets one in its `req_pool_idx`; one that holds a row keeps
+        it, as the next chunk of a chunked prefill does.
+
+        Returns:
+            The rows of the requests in their order, or that many rows; None if too few are free.
+
+        Raises:
+            GeometryError: a negative number.
+            InvalidSlotError: a request claims a row that is not lent.
+        """
+        if isinstance(requests, int):
+            return self.alloc_rows(requests)
+        held = [request.req_pool_idx for request in requests if request.req_pool_idx is not None]
+        self._require_lent("alloc", held)
+        # By identity: a request named twice gets one row.
+        waiting = list({id(each): each for each in requests if each.req_pool_idx is None}.values())
+        rows = self.alloc_rows(len(waiting))
+        if rows is None:
+            return None
+        for request, row in zip(waiting, rows, strict=True):
+            request.req_pool_idx = row
+        return [request.req_pool_idx for request in requests if request.req_pool_idx is not None]
+
+    def alloc_rows(self, num_rows: int) -> list[int] | None:
+        """Lend rows that no request holds: from the tail of `free_slots`, all or none.
+
+        Raises:
+            GeometryError: a negative number.
+        """
+        if num_rows < 0:
+            raise GeometryError(f"alloc_rows: expected a number of rows >= 0, got {num_rows}")
+        if num_rows > len(self.free_slots):
+            return None
+        first = len(self.free_slots) - num_rows
+        rows = self.free_slots[first:]
+        del self.free_slots[first:]
+        self._lent[rows] = True
+        return rows
+
+    # -- returning -----------------------------------------------------------------------------
+
+    def free(self, request: RowHolder) -> None:
+        """Take the row of `request` back; its slots are the caller's business.
+
+        Raises:
+            DoubleFreeError: the request holds no row, or one that is not lent.
+            InvalidSlotError: its row is not one of 1..size.
+        """
+        if request.req_pool_idx is None:
+            raise DoubleFreeError("free: a request without a row; expected one that holds a row")
+        self.free_rows([request.req_pool_idx])
+        request.req_pool_idx = None
+
+    def free_rows(self, rows: Iterable[int]) -> None:
+        """Take rows back.
+
+        Raises:
+            DoubleFreeError: a row that is not lent, or named twice.
+            InvalidSlotError: a row that is not one of 1..size.
+        """
+        returned = list(rows)
+        self._require_lent("free_rows", returned, otherwise=DoubleFreeError)
+        repeated = [row for row, count in Counter(returned).items() if count > 1]
+        refuse(DoubleFreeError, "free_rows", _as_ids(repeated), "rows named twice", "each row once")
+        self._lent[returned] = False
+        self.free_slots.extend(returned)
+
+    def clear(self) -> None:
+        """Take every row back; what the rows hold stays."""
+        self.free_slots = list(range(1, self.size + 1))
+        """Rows that are not lent; the last one is lent next. For inspection."""
+        # Beside the list: looking a row up there would cost a walk through all of it.
+        self._lent = np.zeros(self.size + 1, dtype=np.bool_)
+
+    # -- kv rows -------------------------------------------------------------------------------
+
+    def row(self, req_pool_idx: int, length: int) -> torch.Tensor:
+        """The slots of the first `length` tokens of a row: int64 `[length]`, a copy.
+
+        Raises:
+            InvalidSlotError: not a row on loan.
+            GeometryError: a length outside 0..max_context_len.
+            PausedPoolError: the memory of the table was given back.
+        """
+        table = self.req_to_token
+        self._require_lent("row", [req_pool_idx])
+        self._require_tokens("row", 0, length)
+        return table[req_pool_idx, :length].to(torch.int64)
+
+    def write(self, indices: Places, values: torch.Tensor) -> None:
+        """Write slots into rows: a piece of one row, or single tokens of several.
+
+        Args:
+            indices: `(row, slice(start, stop))`, or `(rows, positions)` as tensors `[n]` of any
+                integer dtype on the pool's device. Row 0 may be among the latter.
+            values: the slots, `[stop - start]` or `[n]` of any integer dtype.
+
+        Raises:
+            IndexTensorError: not one of both forms, or a tensor of the wrong rank, dtype or device.
+            GeometryError: another number of slots than places, or a position outside the row.
+            InvalidSlotError: a row that is not lent.
+                Rows and positions in device memory are not read, so those two are checked for
+                pieces and for a table on the host only.
+            PausedPoolError: the memory of the table was given back.
+        """
+        table = self.req_to_token
+        slots = as_index("write(values)", values, self._index_device)
+        match indices:
+            case (int(row), slice(start=start, stop=stop, step=None)):
+                self._require_lent("write", [row])
+                start = 0 if start is None else start
+                stop = self.max_context_len if stop is None else stop
+                self._require_tokens("write", start, stop)
+                if slots.numel() != stop - start:
+                    raise GeometryError(
+                        f"write: {slots.numel()} slots for tokens {start}..{stop} of a row; "
+                        f"expected {stop - start}"
+                    )
+                table[row, start:stop] = slots.to(torch.int32)
+            case (torch.Tensor() as rows, torch.Tensor() as positions):
+                places = self._places(rows, positions)
+                require_equal_lengths("write", rows=places[0], positions=places[1], values=slots)
+                table[places] = slots.to(torch.int32)
+            case _:
+                raise IndexTensorError(
+                    "write: expected (row, slice(start, stop)) or (rows, positions) as tensors, "
+                    f"got {indices!r}"
+                )
+
+    def _places(
+        self, rows: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = as_index("write(rows)", rows, self._index_device)
+        positions = as_index("write(positions)", positions, self._index_device)
+        if self._index_device.type == "cpu":
+            self._require_lent("write", rows[rows != 0].tolist())
+            last = self.max_context_len - 1
+            outside = positions[(positions < 0) | (positions > last)]
+            refuse(GeometryError, "write", on_host(outside), "positions outside", f"0..{last}")
+        return rows, positions
+
+    # -- checks --------------------------------------------------------------------------------
+
+    def _require_lent(
+        self,
+        operation: str,
+        rows: Sequence[int],
+        *,
+        otherwise: type[KVCacheError] = InvalidSlotError,
+    ) -> None:
+        """Raise InvalidSlotError for rows outside the table, `otherwise` for rows not lent."""
+        named = _as_ids(rows)
+        outside = named[(named < 1) | (named > self.size)]
+        expected = f"rows on loan, of 1..{self.size}"
+        refuse(InvalidSlotError, operation, outside, "rows outside the table", expected)
+        refuse(otherwise, operation, named[~self._lent[named]], "rows that are not lent", expected)
+
+    def _require_tokens(self, operation: str, start: int, stop: int) -> None:
+        if not 0 <= start <= stop <= self.max_context_len:
+            raise GeometryError(
+                f"{operation}: tokens {start}..{stop}; expected a range within "
+                f"0..{self.max_context_len} (max_context_len)"
+            )
