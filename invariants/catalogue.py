@@ -115,6 +115,21 @@ LAWS: tuple[Law, ...] = (
         "sglang#35957",
     ),
     Law(
+        "rows",
+        "request rows",
+        "The request pool's table holds the slots of every live request, in token order.",
+        Cost.PERIODIC,
+        "-",
+    ),
+    Law(
+        "saver",
+        "memory saver",
+        "Pausing a tag gives back all bytes that were allocated under it and no others; resuming "
+        "brings them back at the same addresses, filled with zeros.",
+        Cost.PERIODIC,
+        "sglang#22807",
+    ),
+    Law(
         "layout",
         "slots in row order",
         "An answer holds the slots that were asked for: the rest of the row's last page, then "

@@ -39,6 +39,10 @@ class Check:
         sides = [("full", self.model.full, self.host.full_free)]
         if self.model.geometry.hybrid:
             sides.append(("swa", self.model.swa, self.host.swa_free))
+        if self.model.geometry.sparse:
+            sides.append(("device", self.model.device, self.host.device_free))
+        if self.model.geometry.requests:
+            sides.append(("request", self.model.requests, self.host.request_free))
         return sides
 
 

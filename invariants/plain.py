@@ -1,7 +1,8 @@
 """The laws in plain form: lists and sets of a small pool, differences that a person can read.
 
 Each function returns the broken clauses of one law. The vectorised forms of the same laws are in
-`kvcore.invariants.vectorised`.
+`kvcore.invariants.vectorised`. Device slots have a module of their own, and so has what lies in the
+pools (`kvcore.invariants.devices`, `kvcore.invariants.contents`).
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from __future__ import annotations
 from collections import Counter
 
 from kvcore.invariants.check import Check, LawForm
+from kvcore.invariants.contents import memory_saver, request_rows, stamps
+from kvcore.invariants.devices import device_entries, device_partition, device_unmapped
 from kvcore.models import Clause, Model
 from kvcore.models.ops import GroupEnd
 from kvcore.models.outcomes import Raised, Refused
-from kvcore.models.state import NO_PEER, UNKNOWN, Page
+from kvcore.models.state import NO_PEER, Page
 from kvcore.models.violation import some
 from kvcore.targets.protocol import Answers
 
@@ -66,7 +69,7 @@ def pending_kept(check: Check) -> list[Clause]:
         return []
     clauses: list[Clause] = []
     befores, afters = check.before.host().pending, check.host.pending
-    for name, before, after in zip(("full", "swa"), befores, afters, strict=False):
+    for name, before, after in zip(("full", "swa", "device"), befores, afters, strict=False):
         if set(before) != set(after):
             clauses.append(
                 pages_clause(
@@ -111,10 +114,12 @@ def no_page_twice(check: Check) -> list[Clause]:
 
 
 def mapped_is_allocated(check: Check) -> list[Clause]:
-    """L3: mapping, free list and open group hold every SWA page exactly once."""
+    """L3: mapping, free list and open group hold every SWA page exactly once, and with the buffers
+    on loan every device page."""
     model, host = check.model, check.host
+    clauses = device_partition(check) if model.geometry.sparse else []
     if not model.geometry.hybrid or _partition_holds(check):
-        return []
+        return clauses
     owners = swa_owners(model, host.mapping)
     counts = [0] * (model.swa.total + 1)
     for page, full in owners:
@@ -126,8 +131,8 @@ def mapped_is_allocated(check: Check) -> list[Clause]:
     for page in model.swa.pending:
         counts[page] += 1
     if counts.count(1) == model.swa.total and counts[0] == 0:
-        return []
-    return [
+        return clauses
+    return clauses + [
         _partition_clause(model, host.swa_free, owners, page, counts[page])
         for page in range(model.swa.total + 1)
         if counts[page] != (1 if page else 0)
@@ -182,12 +187,26 @@ def _partition_clause(
 def no_stale_mapping(check: Check) -> list[Clause]:
     """L4: every entry of the mapping is what the rows say; the rest is 0; the sentinel is -1."""
     model, mapping = check.model, check.host.mapping
+    clauses = device_entries(check) if model.geometry.sparse else []
+    if model.geometry.pure_swa:
+        return clauses + identity_mapping(check)
     if not model.geometry.hybrid or _mapping_right(check):
-        return []
+        return clauses
     length = model.geometry.full_size + model.geometry.page_size + 1
     if len(mapping) != length:
-        return [Clause("L4", f"a mapping of {length} entries", f"{len(mapping)} entries")]
-    return _stale_entries(model, mapping)
+        return [*clauses, Clause("L4", f"a mapping of {length} entries", f"{len(mapping)} entries")]
+    return clauses + _stale_entries(model, mapping)
+
+
+def identity_mapping(check: Check) -> list[Clause]:
+    """L4 where every layer slides: each slot is its own peer, always."""
+    geometry, mapping = check.model.geometry, check.host.mapping
+    wanted = [*range(geometry.full_size + geometry.page_size), -1]
+    if mapping == wanted:
+        return []
+    wrong = [i for i, (old, new) in enumerate(zip(wanted, mapping, strict=False)) if old != new]
+    seen = f"{len(mapping)} entries, others at {some(wrong)}"
+    return [Clause("L4", "the identity mapping and the sentinel -1", seen)]
 
 
 def _mapping_right(check: Check) -> bool:
@@ -276,6 +295,8 @@ def failure_changes_nothing(check: Check) -> list[Clause]:
     for name, old, new in (
         ("full", before.full_free, after.full_free),
         ("swa", before.swa_free, after.swa_free),
+        ("device", before.device_free, after.device_free),
+        ("request", before.request_free, after.request_free),
     ):
         if sorted(old) != sorted(new):
             change = {page for page in set(old) ^ set(new) if page > 0}
@@ -298,6 +319,20 @@ def failure_changes_nothing(check: Check) -> list[Clause]:
         clauses.append(
             pages_clause("L5", "the mapping as before the call", "it changed", "full", changed)
         )
+    changed = {
+        index
+        for index, (old, new) in enumerate(
+            zip(before.device_mapping, after.device_mapping, strict=False)
+        )
+        if old != new
+        and not (
+            new == 0
+            and index // check.model.geometry.device_page_size in check.model.device_detached
+        )
+    }
+    if changed:
+        seen = f"other entries at {some(changed)}"
+        clauses.append(Clause("L5", "the device mapping as before the call", seen))
     if before.answers != after.answers:
         clauses.append(Clause("L5", f"as before, {_room(before.answers)}", _room(after.answers)))
     return clauses
@@ -305,8 +340,16 @@ def failure_changes_nothing(check: Check) -> list[Clause]:
 
 def _room(answers: Answers) -> str:
     """What the capacity queries said, and the wrapper's other answers, for a message."""
+    return f"{_capacities(answers)}; the wrapper's answers {answers.outer}"
+
+
+def _capacities(answers: Answers) -> str:
+    """The room that the capacity queries named."""
     rooms = (answers.available, answers.full_available, answers.swa_available)
-    return f"available, full, SWA slots {rooms}; the wrapper's answers {answers.outer}"
+    said = f"available, full, SWA slots {rooms}"
+    if answers.device_available:
+        said += f", device slots {answers.device_available}"
+    return said + (f", requests {answers.requests_available}" * (answers.requests_available > 0))
 
 
 def group_law(check: Check) -> list[Clause]:
@@ -332,13 +375,28 @@ def group_law(check: Check) -> list[Clause]:
 def capacity(check: Check) -> list[Clause]:
     """L7: the queries say what the free pages hold."""
     model, answers = check.model, check.after.answers
-    size = model.geometry.page_size
-    full, swa = len(model.full.free) * size, len(model.swa.free) * size
-    wanted = (min(full, swa), full, swa) if model.geometry.hybrid else (full, full, 0)
-    seen = (answers.available, answers.full_available, answers.swa_available)
-    if wanted == seen:
+    geometry = model.geometry
+    full, swa = len(model.full.free) * geometry.page_size, len(model.swa.free) * geometry.page_size
+    device = len(model.device.free) * geometry.device_page_size
+    rooms = [full]
+    if geometry.pure_swa:
+        swa = full
+    elif geometry.hybrid:
+        rooms.append(swa)
+    if geometry.sparse:
+        rooms.append(device * geometry.compress)
+    wanted = Answers(
+        available=min(rooms),
+        full_available=full,
+        swa_available=swa,
+        outer=answers.outer,
+        inner=answers.inner,
+        device_available=device,
+        requests_available=len(model.requests.free),
+    )
+    if wanted == answers:
         return []
-    return [Clause("L7", f"available, full, SWA slots: {wanted}", str(seen))]
+    return [Clause("L7", _capacities(wanted), _capacities(answers))]
 
 
 def tensors_are_owned(check: Check) -> list[Clause]:
@@ -358,11 +416,17 @@ def tensors_are_owned(check: Check) -> list[Clause]:
 
 
 def wrapper_equivalence(check: Check) -> list[Clause]:
-    """L9: outer and inner allocators agree."""
-    answers = check.after.answers
-    if answers.outer == answers.inner:
-        return []
-    return [Clause("L9", f"the inner allocators' answers {answers.inner}", str(answers.outer))]
+    """L9: outer and inner allocators agree, in what they are asked and in what they are told."""
+    clauses: list[Clause] = []
+    answers, (outer, inner) = check.after.answers, check.after.twins
+    if answers.outer != answers.inner:
+        expected = f"the inner allocators' answers {answers.inner}"
+        clauses.append(Clause("L9", expected, str(answers.outer)))
+    apart = [(said, meant) for said, meant in zip(outer, inner, strict=True) if said != meant]
+    if apart:
+        expected = "as the inner allocator, " + "; ".join(meant for _, meant in apart)
+        clauses.append(Clause("L9", expected, "; ".join(said for said, _ in apart)))
+    return clauses
 
 
 def drained(check: Check) -> list[Clause]:
@@ -380,54 +444,12 @@ def drained(check: Check) -> list[Clause]:
             )
     mapping = check.host.mapping
     size = check.model.geometry.page_size
-    if any(mapping[:-1]):
+    if any(mapping[:-1]) and not check.model.geometry.pure_swa:
         mapped = {index // size for index, entry in enumerate(mapping[:-1]) if entry}
         clauses.append(
             pages_clause("L10", "no full slot mapped", f"{some(mapped)}", "full", mapped)
         )
-    return clauses
-
-
-def stamps(check: Check) -> list[Clause]:
-    """stamps: the rows of every lent token hold its stamps."""
-    rows = check.host.stamps
-    if not rows:
-        return []
-    size = check.model.geometry.page_size
-    clauses: list[Clause] = []
-    for seq, page in check.model.lent_pages():
-        start, used = page.full * size, page.tokens
-        keys, values = rows[0][start : start + used], rows[1][start : start + used]
-        if keys != page.full_stamps or values != [-stamp for stamp in page.full_stamps]:
-            clauses.append(
-                Clause(
-                    "stamps",
-                    f"sequence {seq}, full page {page.full}: K {page.full_stamps}, V the negative",
-                    f"K {keys}, V {values}",
-                    full_pages=(page.full,),
-                )
-            )
-        if page.swa and (clause := _swa_stamps(seq, page, rows, size)):
-            clauses.append(clause)
-    return clauses
-
-
-def _swa_stamps(seq: int, page: Page, rows: tuple[list[int], ...], size: int) -> Clause | None:
-    start = page.swa * size
-    keys, values = rows[2][start : start + page.tokens], rows[3][start : start + page.tokens]
-    known = [stamp not in (NO_PEER, UNKNOWN) for stamp in page.swa_stamps]
-    if all(
-        not sure or (key == stamp and value == -stamp)
-        for sure, stamp, key, value in zip(known, page.swa_stamps, keys, values, strict=True)
-    ):
-        return None
-    return Clause(
-        "stamps",
-        f"sequence {seq}, SWA page {page.swa}: K {page.swa_stamps} (-1: unknown), V the negative",
-        f"K {keys}, V {values}",
-        full_pages=(page.full,),
-        swa_pages=(page.swa,),
-    )
+    return clauses + device_unmapped(check)
 
 
 PLAIN: dict[str, LawForm] = {
@@ -442,5 +464,7 @@ PLAIN: dict[str, LawForm] = {
     "L9": wrapper_equivalence,
     "L10": drained,
     "stamps": stamps,
+    "rows": request_rows,
+    "saver": memory_saver,
 }
 """The plain form of every law that is judged on a view, by id."""

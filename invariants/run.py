@@ -20,6 +20,7 @@ from kvcore.invariants.vectorised import VECTORISED
 from kvcore.models import Clause, Done, Lent, Mismatch, Model, Outcome, Violation, ops
 from kvcore.models.ops import Form, Op
 from kvcore.models.outcomes import Raised, Refused
+from kvcore.models.state import Page
 from kvcore.models.trace import Header, new_header
 from kvcore.targets.protocol import Target, View
 
@@ -29,8 +30,11 @@ PLAIN_SLOTS = 4096
 ANSWER_LAWS = ("layout", "bounds", "raises")
 """Laws that the model judges on every answer."""
 
-OCCASIONAL_LAWS = ("L5", "L6", "L8", "stamps", "hostile")
+OCCASIONAL_LAWS = ("L5", "L6", "L8", "stamps", "rows", "saver", "hostile")
 """Laws that have something to ask at some steps only, or of some targets."""
+
+ON_MEMORY = (ops.Reserve, ops.Drop, ops.Pause, ops.Resume)
+"""Ops after which the periodic laws are due at once: it is them that they ask about."""
 
 DRAIN = "drain"
 """Op kind of a violation that shows only after everything was given back."""
@@ -113,7 +117,8 @@ class Run:
         self._last: View | None = None
         self._held: dict[int, tuple[int, ...]] = {}
         self._answers = 0
-        slots = target.geometry.full_size + target.geometry.swa_size
+        geometry = target.geometry
+        slots = geometry.full_size + geometry.swa_size + geometry.device_size
         forms = PLAIN if slots <= PLAIN_SLOTS else {**PLAIN, **VECTORISED}
         self._due = {
             (periodic, drained): _due_forms(forms, periodic=periodic, drained=drained)
@@ -160,18 +165,25 @@ class Run:
         self._perform(op, DRAIN, drained=False)
 
     def _closing_ops(self) -> Iterator[Op]:
-        """Ops that end the group and free every row, as the target's callers would."""
+        """Ops that end the group and every pause and give everything back, as the target's callers
+        would."""
         if self.model.group_open:
             yield ops.GroupEnd()
+        for memory in sorted(self.model.memory.paused):
+            yield ops.Resume(memory)
+        for region in list(self.model.memory.pieces):
+            yield ops.Drop(region)
+        for buffer in list(self.model.buffers):
+            yield ops.FreeBuffer(buffer)
         contract = self.model.contract
         form: Form = "slots" if "slots" in contract.free_forms else min(contract.free_forms)
         apart = form in contract.live_frees and self.model.geometry.hybrid
         while self.model.rows:
             seq, row = next(iter(self.model.rows.items()))
-            live = row.pages[0].swa != 0
-            run = (i for i, page in enumerate(row.pages) if apart and (page.swa != 0) != live)
+            alone = _full_alone(row.pages[0], apart=apart)
+            run = (i for i, page in enumerate(row.pages) if _full_alone(page, apart=apart) != alone)
             stop = next(run, None)
-            yield ops.FreeFull(seq, 0, stop) if apart and not live else ops.Free(seq, 0, stop, form)
+            yield ops.FreeFull(seq, 0, stop) if alone else ops.Free(seq, 0, stop, form)
 
     def _probing_ops(self, seq: int) -> Iterator[Op]:
         """Law L7 by deed: all that is said to be free can be lent, and then no page more; where the
@@ -233,7 +245,8 @@ class Run:
         """Check every law that is due now, on a new view."""
         # A hostile call in a group may have changed what waits there, which is rarely looked at.
         grouped = op.hostile and self.model.group_open
-        periodic = drained or grouped or len(self.program) % self._period == 0
+        on_memory = isinstance(op, ON_MEMORY)
+        periodic = drained or grouped or on_memory or len(self.program) % self._period == 0
         self._last = self.target.view(stamps=periodic)
         check = Check(self.model, op, outcome, before, self._last, self._held, drained)
         self._checked[(periodic, drained)] += 1
@@ -241,6 +254,8 @@ class Run:
         self._asked["L6"] += isinstance(op, ops.GroupEnd)
         self._asked["L8"] += self._last.holds_answers
         self._asked["stamps"] += self._last.holds_stamps
+        self._asked["rows"] += periodic and self.model.geometry.requests > 0
+        self._asked["saver"] += self._last.holds_memory
         clauses: list[Clause] = []
         for _, form in self._due[(periodic, drained)]:
             clauses += form(check)
@@ -281,6 +296,12 @@ class Run:
     def _tell(self, event: Event) -> None:
         for listener in self._listeners:
             listener(event)
+
+
+def _full_alone(page: Page, *, apart: bool) -> bool:
+    """Whether callers give the page up on the full side alone: its window moved on, or with
+    ``apart`` its peer is gone."""
+    return page.gone or (apart and page.swa == 0)
 
 
 def _due_forms(

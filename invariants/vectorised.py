@@ -11,10 +11,13 @@ from __future__ import annotations
 import torch
 
 from kvcore.invariants.check import Check, LawForm
-from kvcore.invariants.plain import pending_kept
+from kvcore.invariants.contents import page_place, page_stamps
+from kvcore.invariants.devices import device_entries, device_partition, device_unmapped
+from kvcore.invariants.plain import identity_mapping, pending_kept
 from kvcore.models import Clause, Model
 from kvcore.models.state import NO_PEER, UNKNOWN, Page, Side
 from kvcore.models.violation import some
+from kvcore.targets.protocol import Stream
 
 
 def _ids(mask: torch.Tensor) -> tuple[int, ...]:
@@ -39,6 +42,8 @@ def _sides(check: Check) -> list[tuple[str, Side, torch.Tensor]]:
     sides = [("full", check.model.full, full)]
     if check.model.geometry.hybrid:
         sides.append(("swa", check.model.swa, swa))
+    for name, side, ids in check.sides()[len(sides) :]:
+        sides.append((name, side, torch.tensor(ids, dtype=torch.int64, device=full.device)))
     return sides
 
 
@@ -80,8 +85,9 @@ def no_page_twice(check: Check) -> list[Clause]:
 def mapped_is_allocated(check: Check) -> list[Clause]:
     """L3 on tensors: one count of every SWA page over mapping, free list and open group."""
     model = check.model
+    clauses = device_partition(check) if model.geometry.sparse else []
     if not model.geometry.hybrid:
-        return []
+        return clauses
     _, free, mapping = check.after.tensors()
     size, total = model.geometry.page_size, model.swa.total
     slots = (mapping[:-1] != 0).nonzero().flatten()
@@ -97,9 +103,9 @@ def mapped_is_allocated(check: Check) -> list[Clause]:
     wanted[0] = 0
     wrong = _ids(counts != wanted)
     if not wrong:
-        return []
+        return clauses
     swa_of, full_of = (pairs // base).tolist(), (pairs % base).tolist()
-    return [
+    return clauses + [
         Clause(
             "L3",
             f"SWA page {page} in exactly one place" if page else "the padding page nowhere",
@@ -143,16 +149,19 @@ def _peers(page: Page, size: int) -> list[int]:
 def no_stale_mapping(check: Check) -> list[Clause]:
     """L4 on tensors."""
     model = check.model
+    clauses = device_entries(check) if model.geometry.sparse else []
+    if model.geometry.pure_swa:
+        return clauses + identity_mapping(check)
     if not model.geometry.hybrid:
-        return []
+        return clauses
     _, _, mapping = check.after.tensors()
     size = model.geometry.page_size
     length = model.geometry.full_size + size + 1
     if mapping.numel() != length:
-        return [Clause("L4", f"a mapping of {length} entries", f"{mapping.numel()} entries")]
+        wrong_length = Clause("L4", f"a mapping of {length} entries", f"{mapping.numel()} entries")
+        return [*clauses, wrong_length]
     exact, other = _mapping_of_rows(model, mapping.numel(), mapping.device)
     wrong = (mapping != exact) & (mapping != other)
-    clauses: list[Clause] = []
     if bool(wrong[-1]):
         clauses.append(Clause("L4", "the sentinel entry -1", str(int(mapping[-1]))))
     for full in torch.unique(wrong[:-1].nonzero().flatten() // size).tolist():
@@ -178,54 +187,41 @@ def drained(check: Check) -> list[Clause]:
             clauses.append(_clause("L10", expected, f"{free.numel()} free", name, _ids(missing)))
     _, _, mapping = check.after.tensors()
     mapped = mapping[:-1].nonzero().flatten() // check.model.geometry.page_size
-    if mapped.numel():
+    if mapped.numel() and not check.model.geometry.pure_swa:
         pages = tuple(torch.unique(mapped).tolist())
         clauses.append(_clause("L10", "no full slot mapped", some(pages), "full", pages))
-    return clauses
+    return clauses + device_unmapped(check)
 
 
 def stamps(check: Check) -> list[Clause]:
-    """stamps on tensors: one gather a buffer, and a host list of the pages that differ."""
-    rows = check.after.stamp_tensors()
-    if not rows:
-        return []
-    size = check.model.geometry.page_size
-    wrong = _wrong_rows(check.model, rows, size)
-    return [
-        Clause(
-            "stamps",
-            f"{side} page {swa if side == 'SWA' else full}: the stamps of its tokens",
-            "other contents",
-            full_pages=(full,),
-            swa_pages=(swa,) if side == "SWA" else (),
-        )
-        for side, full, swa in wrong
-    ]
+    """stamps on tensors: one gather a stream, and a host list of the pages that differ."""
+    clauses: list[Clause] = []
+    for stream, rows in zip(check.after.streams, check.after.stamp_tensors(), strict=False):
+        for full, swa in _wrong_pages(check.model, stream, rows):
+            place = {"full": f"full page {full}", "SWA": f"SWA page {swa}"}
+            where = place.get(stream.side, f"the device page of logical page {full}")
+            expected = f"{where}, {stream.name}: the stamps of its tokens"
+            swa_pages = (swa,) if stream.side == "SWA" else ()
+            clauses.append(Clause("stamps", expected, "other contents", (full,), swa_pages))
+    return clauses
 
 
-def _wrong_rows(
-    model: Model, rows: tuple[torch.Tensor, ...], size: int
-) -> list[tuple[str, int, int]]:
-    found: list[tuple[str, int, int]] = []
-    for side, keys, values in (("full", 0, 1), ("SWA", 2, 3)):
-        if keys >= len(rows):
-            continue
-        slots: list[int] = []
-        wanted: list[int] = []
-        pages: list[tuple[int, int]] = []
-        for _, page in model.lent_pages():
-            own = page.full_stamps if side == "full" else page.swa_stamps
-            first = (page.full if side == "full" else page.swa) * size
-            for offset, stamp in enumerate(own):
-                if stamp not in (NO_PEER, UNKNOWN):
-                    slots.append(first + offset)
-                    wanted.append(stamp)
-                    pages.append((page.full, page.swa))
-        at = torch.tensor(slots, dtype=torch.int64, device=rows[keys].device)
-        stamp_row = torch.tensor(wanted, dtype=torch.int64, device=at.device)
-        bad = (rows[keys][at] != stamp_row) | (rows[values][at] != -stamp_row)
-        found += sorted({(side, *pages[i]) for i in bad.nonzero().flatten().tolist()})
-    return found
+def _wrong_pages(model: Model, stream: Stream, rows: torch.Tensor) -> list[tuple[int, int]]:
+    """(full page, SWA page) of the pages whose rows differ in a stream."""
+    slots: list[int] = []
+    wanted: list[int] = []
+    pages: list[tuple[int, int]] = []
+    skipped = (UNKNOWN,) if stream.side == "full" else (UNKNOWN, NO_PEER)
+    for _, page in model.lent_pages():
+        number, size = page_place(stream, page, model.geometry)
+        for offset, stamp in enumerate(page_stamps(stream, page, model.geometry)):
+            if stamp not in skipped:
+                slots.append(number * size + offset)
+                wanted.append(stream.sign * stamp)
+                pages.append((page.full, page.swa))
+    at = torch.tensor(slots, dtype=torch.int64, device=rows.device)
+    bad = rows[at] != torch.tensor(wanted, dtype=torch.int64, device=rows.device)
+    return sorted({pages[i] for i in bad.nonzero().flatten().tolist()})
 
 
 VECTORISED: dict[str, LawForm] = {

@@ -26,6 +26,7 @@ class Contract(msgspec.Struct, frozen=True):
     ``full_side_joins_group``: whether full slots given up by a recovery wait for the group's end.
     ``free_swa_joins_group``: the same for ``free_swa``.
     ``locked_recovery``: whether callers ever recover a tombstone whose full value is locked.
+    ``tail_ends_early``: whether an SWA tail may end before its row does.
     ``hostile``: the contract-breaking calls on trial.
     """
 
@@ -40,4 +41,5 @@ class Contract(msgspec.Struct, frozen=True):
     full_side_joins_group: bool = True
     free_swa_joins_group: bool = True
     locked_recovery: bool = True
+    tail_ends_early: bool = True
     hostile: frozenset[str] = frozenset()

@@ -1,12 +1,18 @@
-"""Pool geometry: how many pages of which size a run works with.
+"""Pool geometry: which pools a run works with, and how many pages of which size they have.
 
-Covers the full pool and, where there is one, the sliding-window (SWA) pool. Leaves out everything
-about tensors (dtype, heads, layers): those are the target's business.
+Covers the full pool and, where there are, the sliding-window (SWA) pool, the device slots of sparse
+attention (HiSparse), the request pool and the memory saver. Leaves out everything about tensors
+(dtype, heads, layers) but the kind of attention: that is the target's business.
 """
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
+
+Attention = Literal["mha", "mla", "dsa"]
+"""What the layers of the pool keep: keys and values, one latent row, or that and an index-K row."""
 
 MOST_SLOTS = 2**26
 """More slots than a run on one machine can be meant to have; a typing error in a trace."""
@@ -16,29 +22,78 @@ class Geometry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_f
     """Sizes of the pools on trial.
 
     ``page_size`` is in slots, ``full_pages`` and ``swa_pages`` are in pages and do not count the
-    padding page 0. ``swa_pages == 0`` means a single pool without a sliding-window side.
-    ``need_sort`` asks for sorted reuse of freed pages.
+    padding page 0. ``swa_pages == 0`` means a single pool without a sliding-window side;
+    ``pure_swa`` means that every layer of that single pool slides. ``need_sort`` asks for sorted
+    reuse of freed pages.
+
+    ``device_pages`` above 0 means HiSparse: few device slots under many logical ones, one for every
+    ``compress`` logical slots, in pages of ``page_size // compress``.
+
+    ``attention`` is the kind of the pool's layers. ``requests`` above 0 means a request pool of
+    that many rows, one for each live sequence. ``saver`` puts the pool under a memory saver.
     """
 
     page_size: int
     full_pages: int
     swa_pages: int = 0
     need_sort: bool = False
+    pure_swa: bool = False
+    device_pages: int = 0
+    compress: int = 1
+    attention: Attention = "mha"
+    requests: int = 0
+    saver: bool = False
 
     def __post_init__(self) -> None:
         if self.page_size < 1:
             raise ValueError(f"page_size is {self.page_size}, expected at least 1")
         if self.full_pages < 1:
             raise ValueError(f"full_pages is {self.full_pages}, expected at least 1")
-        if self.swa_pages < 0:
-            raise ValueError(f"swa_pages is {self.swa_pages}, expected 0 or more")
-        if (slots := (self.full_pages + self.swa_pages) * self.page_size) > MOST_SLOTS:
-            raise ValueError(f"pools of {slots} slots, expected at most {MOST_SLOTS} in all")
+        counts = {
+            "swa_pages": self.swa_pages,
+            "device_pages": self.device_pages,
+            "requests": self.requests,
+        }
+        for name, number in counts.items():
+            if number < 0:
+                raise ValueError(f"{name} is {number}, expected 0 or more")
+        if self.compress < 1 or self.page_size % self.compress:
+            raise ValueError(
+                f"compress is {self.compress}, expected a divisor of page_size {self.page_size}"
+            )
+        if self.pure_swa and (self.swa_pages or self.device_pages):
+            raise ValueError("pure_swa is one pool; expected swa_pages and device_pages 0")
+        if self.device_pages and (self.compress > 1) != (self.swa_pages > 0):
+            raise ValueError(
+                "HiSparse is a single pool with compress 1 or a hybrid one with compress above 1; "
+                f"got swa_pages {self.swa_pages}, compress {self.compress}"
+            )
+        if self.device_pages and self.compress == 1 and self.full_pages % self.device_pages:
+            raise ValueError(
+                f"full_pages is {self.full_pages}, expected a multiple of device_pages "
+                f"{self.device_pages}"
+            )
+        slots = (self.full_pages + self.swa_pages + self.device_pages) * self.page_size
+        if slots > MOST_SLOTS or self.requests > MOST_SLOTS:
+            raise ValueError(
+                f"pools of {slots} slots and {self.requests} requests, expected at most "
+                f"{MOST_SLOTS} in all"
+            )
 
     @property
     def hybrid(self) -> bool:
         """Whether there is an SWA pool beside the full one."""
         return self.swa_pages > 0
+
+    @property
+    def slides(self) -> bool:
+        """Whether any layer has a sliding window: there is an SWA pool, or nothing else."""
+        return self.hybrid or self.pure_swa
+
+    @property
+    def sparse(self) -> bool:
+        """Whether there are device slots under the logical ones."""
+        return self.device_pages > 0
 
     @property
     def full_size(self) -> int:
@@ -50,11 +105,42 @@ class Geometry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_f
         """Slots of the SWA pool, the padding page not counted."""
         return self.swa_pages * self.page_size
 
+    @property
+    def device_page_size(self) -> int:
+        """Device slots a page."""
+        return self.page_size // self.compress
+
+    @property
+    def device_size(self) -> int:
+        """Device slots, the padding page not counted."""
+        return self.device_pages * self.device_page_size
+
+    @property
+    def context_len(self) -> int:
+        """Tokens that a request's row can hold: more than the pool, since a window leaves some
+        behind."""
+        return 2 * self.full_size
+
     def pages_for(self, tokens: int) -> int:
         """Pages that hold ``tokens`` slots."""
         return -(-tokens // self.page_size)
 
+    def device_pages_for(self, tokens: int) -> int:
+        """Device pages that hold the entries of a row of ``tokens``."""
+        return -(-(tokens // self.compress) // self.device_page_size)
+
     def describe(self) -> str:
         """One short phrase, for tables and messages."""
         sides = f"{self.full_pages}+{self.swa_pages}" if self.hybrid else f"{self.full_pages}"
-        return f"{sides} pages of {self.page_size}{', sorted' if self.need_sort else ''}"
+        if self.pure_swa:
+            sides += " sliding"
+        said = f"{sides} pages of {self.page_size}"
+        if self.sparse:
+            said += f" over {self.device_pages} device pages of {self.device_page_size}"
+        if self.attention != "mha":
+            said += f", {self.attention.upper()}"
+        if self.requests:
+            said += f", {self.requests} requests"
+        if self.saver:
+            said += ", memory saver"
+        return f"{said}{', sorted' if self.need_sort else ''}"

@@ -63,6 +63,9 @@ def _ghost_free(model: Model, op: Hostile) -> bool:
 
 def _ghost_pending(model: Model, op: Hostile) -> bool:
     ghost = model.ghosts.get(op.seq)
+    if model.geometry.pure_swa:
+        # What a window left behind in this group may be named again, as by a request that ends.
+        return not (model.full.pending - model.detached.keys()).isdisjoint(ghost or ())
     return bool(ghost) and not model.full.pending.isdisjoint(ghost or ())
 
 
@@ -122,7 +125,13 @@ def _continues_dead_page(model: Model, op: Hostile) -> bool:
 
 
 def _has_backup(model: Model, op: Hostile) -> bool:
-    return op.seq in model.backups
+    # With a request pool a backup belongs to a request, and only a restore of that brings it back.
+    known = op.seq in model.backups and not model.geometry.requests
+    return known and not _paused(model, op)
+
+
+def _paused(model: Model, op: Hostile) -> bool:
+    return "kv_cache" in model.memory.paused
 
 
 def _call(
@@ -213,6 +222,13 @@ HOSTILE_CALLS: dict[str, HostileCall] = {
         values=False,
     ),
     "resize_negative": _call("resize to a negative size", "GeometryError", values=False),
+    "read_paused": _call("read a paused pool", "PausedPoolError", _paused, values=False),
+    "write_paused": _call("write to a paused pool", "PausedPoolError", _paused, values=False),
+    "copy_paused": _call("copy rows of a paused pool", "PausedPoolError", _paused, values=False),
+    "move_paused": _call("move rows of a paused pool", "PausedPoolError", _paused, values=False),
+    "reserve_paused": _call(
+        "allocate memory under a paused tag", "PausedPoolError", _paused, values=False
+    ),
     "restore_short": _call(
         "load a host copy into too few slots",
         "GeometryError IndexTensorError",

@@ -1,8 +1,8 @@
 """Judges the slots of one answer, row by row, against the layout that semantics.md promises.
 
 First the rest of the row's last page, then whole new pages, each from its first slot; every new
-page free until now; peers on an SWA page lent by the same call, or none. Changes nothing: the
-reference model commits what comes out of here.
+page free until now; peers on an SWA page lent by the same call, or none; the same for device
+entries. Changes nothing: the reference model commits what comes out of here.
 """
 
 from __future__ import annotations
@@ -17,22 +17,24 @@ from kvcore.models.violation import Clause, some
 @dataclass(slots=True)
 class Share:
     """What one row gains: ``onto_last`` tokens into its last page (with or without peer each), then
-    ``pages`` as (full page, SWA page or 0, tokens, mapped tokens from the end)."""
+    ``pages`` as (full page, SWA page or 0, for each token whether it is mapped). ``device``: the
+    device page of each page of the row that gains one, by its place in the row; ``entries``: for
+    each new token whether it has a device entry."""
 
     onto_last: list[bool] = field(default_factory=list)
     pages: list[tuple[int, int, list[bool]]] = field(default_factory=list)
+    device: dict[int, int] = field(default_factory=dict)
+    entries: list[bool] = field(default_factory=list)
 
 
 class LendingJudge:
     """Follows the slots of one answer and collects every broken clause."""
 
-    def __init__(self, geometry: Geometry, full: Side, swa: Side) -> None:
+    def __init__(self, geometry: Geometry, full: Side, swa: Side, device: Side) -> None:
         self.geometry = geometry
-        self.full = full
-        self.swa = swa
+        self.sides = {"full": full, "swa": swa, "device": device}
         self.clauses: list[Clause] = []
-        self._taken_full: set[int] = set()
-        self._taken_swa: set[int] = set()
+        self._taken: dict[str, set[int]] = {"full": set(), "swa": set(), "device": set()}
 
     def blame(
         self,
@@ -90,7 +92,7 @@ class LendingJudge:
             self.blame(
                 "layout", f"the slots of full page {full} in order", str(slots), full=(full,)
             )
-        self._take(full, self.full, self._taken_full, "full")
+        self.take(full, "full")
         if not any(mapped):
             if any(peers):
                 swa = tuple({peer // size for peer in peers if peer})
@@ -102,14 +104,14 @@ class LendingJudge:
                     swa=swa,
                 )
             return full, 0, mapped
-        return full, self.peer_of(full, peers), mapped
+        return full, self.peer_of(full, peers, mapped), mapped
 
-    def peer_of(self, full: int, peers: list[int]) -> int:
+    def peer_of(self, full: int, peers: list[int], mapped: list[bool]) -> int:
         """The SWA page that full page ``full`` was joined to, judged slot by slot from the page's
-        first slot on."""
+        first slot on; slots that are not ``mapped`` have no peer."""
         size = self.geometry.page_size
         swa = peers[0] // size
-        wanted = list(range(swa * size, swa * size + len(peers)))
+        wanted = [swa * size + i if owed else 0 for i, owed in enumerate(mapped)]
         if peers != wanted:
             self.blame(
                 "L4",
@@ -118,29 +120,49 @@ class LendingJudge:
                 full=(full,),
                 swa=(swa,),
             )
-        self._take(swa, self.swa, self._taken_swa, "swa")
+        self.take(swa, "swa")
         return swa
 
-    def _take(self, page: int, side: Side, taken: set[int], name: str) -> None:
-        pages = {"full": (page,)} if name == "full" else {"swa": (page,)}
+    def entries(self, row: Row, seen: list[int], *, owed: bool, share: Share) -> None:
+        """Judge the device slots ``seen`` of the new tokens of one row into ``share``; with
+        ``owed`` every token that completes an entry has one."""
+        size, each = self.geometry.page_size, self.geometry.compress
+        entries = self.geometry.device_page_size
+        before = row.tokens
+        for index, slot in enumerate(seen):
+            number, offset = divmod(before + index, size)
+            has_entry = owed and (offset + 1) % each == 0
+            share.entries.append(has_entry)
+            wanted = 0
+            if has_entry:
+                page = row.pages[number].device if number < len(row.pages) else 0
+                page = page or share.device.get(number, 0)
+                if page == 0:
+                    page = share.device[number] = slot // entries
+                    self.take(page, "device")
+                wanted = page * entries + offset // each
+            if slot != wanted:
+                self.blame(
+                    "L4", f"token {before + index} mapped to device slot {wanted}", f"{slot}"
+                )
+
+    def take(self, page: int, name: str) -> None:
+        """Note that the call lent this page of a side, and blame it if it could not."""
+        side, taken = self.sides[name], self._taken[name]
+        full = (page,) if name == "full" else ()
+        swa = (page,) if name == "swa" else ()
         if not 1 <= page <= side.total:
-            law = "L4" if name == "swa" and page == 0 else "bounds"
-            self.blame(law, f"a {name} page of 1..{side.total}", f"page {page} was lent", **pages)
+            law = "bounds" if name == "full" or page else "L4"
+            expected = f"a {name} page of 1..{side.total}"
+            self.blame(law, expected, f"page {page} was lent", full=full, swa=swa)
         elif page in taken:
-            self.blame("L2", f"every {name} page lent once", f"{page} twice in one call", **pages)
+            expected = f"every {name} page lent once"
+            self.blame("L2", expected, f"{page} twice in one call", full=full, swa=swa)
         elif page in side.pending:
-            self.blame(
-                "L6",
-                f"{name} pages of an open group wait for its end",
-                f"page {page} was lent",
-                **pages,
-            )
+            expected = f"{name} pages of an open group wait for its end"
+            self.blame("L6", expected, f"page {page} was lent", full=full, swa=swa)
         elif page not in side.free:
-            law = "L4" if name == "swa" else "L1"
-            self.blame(
-                law,
-                f"a free {name} page (free: {some(side.free)})",
-                f"page {page}, which is in use",
-                **pages,
-            )
+            law = "L1" if name == "full" else "L4"
+            expected = f"a free {name} page (free: {some(side.free)})"
+            self.blame(law, expected, f"page {page}, which is in use", full=full, swa=swa)
         taken.add(page)

@@ -17,8 +17,11 @@ Form = Literal["slots", "sparse", "segment", "segments"]
 """How a free names its pages: every lent slot, one slot a page in reverse order, as a segment
 of the row with its start position, or as two such segments in one call."""
 
+Memory = Literal["kv_cache", "weights"]
+"""A tag of the memory saver: that of the pools, and somebody else's."""
+
 Name = int
-"""A sequence or a backup; -1 is nobody."""
+"""A sequence, a backup, a device buffer or a piece of memory; -1 is nobody."""
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**31)]
 """Tokens, pages, or a page's place in its row; the bounds hold where a trace is read."""
 
@@ -64,11 +67,13 @@ class Decode(Op, frozen=True, tag="decode"):
 
 
 class SwaTail(Op, frozen=True, tag="swa_tail"):
-    """Extend one row by ``tokens``, with SWA slots for the last ``tail`` of them only."""
+    """Extend one row by ``tokens``, with SWA slots for ``tail`` of them only: the last ones, but
+    for ``beyond`` tokens after them."""
 
     seq: Name
     tokens: Count
     tail: Count
+    beyond: Count = 0
     kind: ClassVar[str] = "swa_tail"
 
 
@@ -172,6 +177,73 @@ class Restore(Op, frozen=True, tag="restore"):
     kind: ClassVar[str] = "restore"
 
 
+class Relocate(Op, frozen=True, tag="relocate"):
+    """The row's KV moves to new slots, all with peers, inside the pool; the old slots are freed."""
+
+    seq: Name
+    kind: ClassVar[str] = "relocate"
+
+
+class ExtendLogical(Op, frozen=True, tag="extend_logical"):
+    """`Extend` of logical slots alone: no device slot is taken (HiSparse)."""
+
+    parts: tuple[tuple[Name, Count], ...]
+    kind: ClassVar[str] = "extend_logical"
+
+
+class FreeDevice(PagesOp, frozen=True, tag="free_device"):
+    """The device slots of the pages are released; the logical slots stay in the row."""
+
+    kind: ClassVar[str] = "free_device"
+
+
+class DeviceBuffer(Op, frozen=True, tag="device_buffer"):
+    """The device pages of a row become a private buffer of ``pages`` device pages: surplus is
+    released, shortage is taken, and the row has no device slots any more."""
+
+    seq: Name
+    buffer: Name
+    pages: Count
+    kind: ClassVar[str] = "device_buffer"
+
+
+class FreeBuffer(Op, frozen=True, tag="free_buffer"):
+    """A device buffer is given back."""
+
+    buffer: Name
+    kind: ClassVar[str] = "free_buffer"
+
+
+class Reserve(Op, frozen=True, tag="reserve"):
+    """A piece of memory of ``size`` operating-system pages is allocated under ``memory``."""
+
+    region: Name
+    memory: Memory
+    size: Count
+    kind: ClassVar[str] = "reserve"
+
+
+class Drop(Op, frozen=True, tag="drop"):
+    """Nobody uses that piece of memory any more."""
+
+    region: Name
+    kind: ClassVar[str] = "drop"
+
+
+class Pause(Op, frozen=True, tag="pause"):
+    """The memory saver gives back everything that was allocated under ``memory``."""
+
+    memory: Memory
+    kind: ClassVar[str] = "pause"
+
+
+class Resume(Op, frozen=True, tag="resume"):
+    """The memory saver brings it back, at the same addresses, filled with zeros."""
+
+    memory: Memory
+    kind: ClassVar[str] = "resume"
+
+
 class Clear(Op, frozen=True, tag="clear"):
     """Drop everything: all rows, the open group. Backups in host memory stay."""
 
@@ -209,6 +281,15 @@ AnyOp = (
     | LoadBackSwa
     | Retract
     | Restore
+    | Relocate
+    | ExtendLogical
+    | FreeDevice
+    | DeviceBuffer
+    | FreeBuffer
+    | Reserve
+    | Drop
+    | Pause
+    | Resume
     | Clear
     | Hostile
 )
@@ -229,6 +310,15 @@ OP_KINDS: tuple[str, ...] = (
     "load_back_swa",
     "retract",
     "restore",
+    "relocate",
+    "extend_logical",
+    "free_device",
+    "device_buffer",
+    "free_buffer",
+    "reserve",
+    "drop",
+    "pause",
+    "resume",
     "clear",
     "hostile",
 )

@@ -10,10 +10,16 @@ import msgspec
 
 class Lent(msgspec.Struct, frozen=True, tag="lent", omit_defaults=True):
     """Slots were lent: ``slots`` in the order of the answer, ``peers`` the SWA slot of each (0
-    where it has none), read right after the call; empty for a pool without an SWA side."""
+    where it has none), read right after the call; empty for a pool without an SWA side.
+
+    ``device``: the same for device slots, where there are any; 0 also for a token that has no entry
+    of its own. ``requests``: request rows that were taken, one a new sequence, in order. The answer
+    to a `DeviceBuffer` has the buffer's device slots as ``slots``."""
 
     slots: tuple[int, ...]
     peers: tuple[int, ...] = ()
+    device: tuple[int, ...] = ()
+    requests: tuple[int, ...] = ()
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):

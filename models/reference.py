@@ -1,4 +1,4 @@
-"""The accepting reference model of the hybrid allocator, in plain Python sets and dicts.
+"""The accepting reference model of every kind of allocator, in plain Python sets and dicts.
 
 It says whether an op is allowed, judges the outcome that it is shown, and follows it. It never
 predicts which free page a target picks, so that first-in-first-out, last-in-first-out and sorted
@@ -8,46 +8,41 @@ free lists all pass. Leaves out the comparison with a target's state: that is th
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from typing import NamedTuple
 
 from kvcore.models import ops
-from kvcore.models.contract import Contract
-from kvcore.models.geometry import Geometry
+from kvcore.models.books import Books
 from kvcore.models.hostile import HOSTILE_CALLS
 from kvcore.models.lending import LendingJudge, Share
 from kvcore.models.mismatch import Mismatch
 from kvcore.models.outcomes import Done, Lent, Outcome, Raised, Refused
-from kvcore.models.rules import demand, lacks_room, why_not
-from kvcore.models.state import NO_PEER, UNKNOWN, Backup, Page, Row, Side
+from kvcore.models.rules import demand, lacks_room, restored_tail, restored_tokens, why_not
+from kvcore.models.state import NO_PEER, UNKNOWN, Page, Row
 from kvcore.models.violation import Clause
 
 OUT_OF_BOUNDS = frozenset(("IndexError", "ProcessDied"))
 """Errors that mean: the target read or wrote beyond a buffer."""
 
 
-class Model:
-    """The state that every right allocator agrees on, up to the choice of free pages.
+class Part(NamedTuple):
+    """What one sequence gains: ``tokens``, of which ``tail`` get a peer, the last ones but for
+    ``beyond``; ``on_device`` whether the tokens get device entries."""
 
-    ``rows``: live sequences. ``full`` and ``swa``: the two sides. ``detached``: for each full page
-    whose peer was given up inside the open group, that SWA page; until the group's end a target may
-    still show the old entry, or already 0. ``ghosts``: the full pages that a name gave up last.
-    ``last_name``: the highest sequence name used so far.
-    """
+    seq: int
+    tokens: int
+    tail: int
+    beyond: int = 0
+    on_device: bool = False
 
-    def __init__(self, geometry: Geometry, contract: Contract | None = None) -> None:
-        self.geometry = geometry
-        self.contract = contract if contract is not None else Contract()
-        self.full = Side(geometry.full_pages)
-        self.swa = Side(geometry.swa_pages)
-        self.rows: dict[int, Row] = {}
-        self.backups: dict[int, Backup] = {}
-        self.used: set[int] = set()
-        self.last_name = 0
-        self.used_backups: set[int] = set()
-        self.ghosts: dict[int, tuple[int, ...]] = {}
-        self.group_open = False
-        self.detached: dict[int, int] = {}
-        self.stamps = 0
+    def mapped(self, hybrid: bool) -> list[bool]:
+        """For each token whether the call owes it a peer."""
+        end = self.tokens - self.beyond
+        return [hybrid and end - self.tail <= i < end for i in range(self.tokens)]
+
+
+class Model(Books):
+    """The judge: which ops are allowed, and which answers a right allocator may give. The state is
+    that of `Books`: what all right allocators agree on, up to the choice of free pages."""
 
     def why_not(self, op: ops.Op) -> str | None:
         """The reason why ``op`` is not allowed now, or None."""
@@ -63,6 +58,7 @@ class Model:
 
     def accept(self, op: ops.Op, outcome: Outcome) -> None:
         """Follow ``outcome``; raises `Mismatch` if no right allocator answers so."""
+        self.memory.fresh = False
         if isinstance(op, ops.Hostile):
             self._accept_hostile(op, outcome)
             return
@@ -76,6 +72,7 @@ class Model:
             case (
                 ops.Alloc()
                 | ops.Extend()
+                | ops.ExtendLogical()
                 | ops.Decode()
                 | ops.SwaTail()
                 | ops.Restore()
@@ -84,6 +81,10 @@ class Model:
                 self._accept_lent(op, outcome)
             case ops.LoadBackSwa():
                 self._accept_load_back_swa(op, outcome)
+            case ops.DeviceBuffer():
+                self._accept_device_buffer(op, outcome)
+            case ops.Relocate():
+                self._accept_relocate(op, outcome)
             case _:
                 if not isinstance(outcome, Done):
                     self._reject("layout", f"{op.kind} answers nothing", str(outcome))
@@ -96,96 +97,93 @@ class Model:
             return
         assert isinstance(outcome, Lent)
         parts = self._parts(op)
-        tokens = sum(n for _, n, _ in parts)
+        tokens = sum(part.tokens for part in parts)
+        hybrid, sparse = self.geometry.hybrid, self.geometry.sparse
         slots = list(outcome.slots)
-        peers = list(outcome.peers) if self.geometry.hybrid else [0] * len(slots)
-        if len(slots) != tokens or len(peers) != tokens:
-            self._reject("layout", f"{tokens} slots", f"{len(slots)} slots, {len(peers)} peers")
-        judge = LendingJudge(self.geometry, self.full, self.swa)
+        peers = list(outcome.peers) if hybrid else [0] * len(slots)
+        device = list(outcome.device) if sparse else []
+        if len(slots) != tokens or len(peers) != tokens or len(device) != tokens * sparse:
+            seen = f"{len(slots)} slots, {len(peers)} peers, {len(device)} device slots"
+            self._reject("layout", f"{tokens} slots", seen)
+        judge = LendingJudge(self.geometry, self.full, self.swa, self.device)
         shares: list[tuple[int, Share]] = []
         at = 0
-        for seq, count, tail in parts:
-            mapped = [self.geometry.hybrid and i >= count - tail for i in range(count)]
-            chunk = slice(at, at + count)
-            row = self.rows.get(seq, Row())
-            shares.append((seq, judge.share(row, slots[chunk], peers[chunk], mapped)))
-            at += count
+        for part in parts:
+            chunk = slice(at, at + part.tokens)
+            row = self.rows.get(part.seq, Row())
+            share = judge.share(row, slots[chunk], peers[chunk], part.mapped(hybrid))
+            if sparse:
+                judge.entries(row, device[chunk], owed=part.on_device, share=share)
+            shares.append((part.seq, share))
+            at += part.tokens
+        taken = self._judge_requests([part.seq for part in parts], outcome)
         if judge.clauses:
             raise Mismatch(judge.clauses)
         for seq, share in shares:
             self._commit(seq, share)
+        for seq, request in taken:
+            self.requests.free.discard(request)
+            self.rows[seq].request = request
         if isinstance(op, ops.Restore):
             self._fill_from_backup(op)
 
-    def _parts(self, op: ops.Op) -> list[tuple[int, int, int]]:
-        """(sequence, tokens, tokens from the end that get a peer) in the order of the answer."""
+    def _judge_requests(self, seqs: list[int], outcome: Lent) -> list[tuple[int, int]]:
+        """(sequence, row of the request pool) of every new sequence."""
+        if not self.geometry.requests:
+            return []
+        new = [seq for seq in seqs if seq not in self.rows]
+        taken = list(outcome.requests)
+        if len(taken) != len(new) or len(set(taken)) != len(taken):
+            self._reject("L2", f"{len(new)} rows of the request pool", str(taken))
+        for request in taken:
+            if request not in self.requests.free:
+                self._reject("L1", "a free row of the request pool", f"row {request}")
+        return list(zip(new, taken, strict=True))
+
+    def _parts(self, op: ops.Op) -> list[Part]:
+        """What each sequence gains, in the order of the answer."""
         size = self.geometry.page_size
         match op:
             case ops.Alloc():
-                return [(op.seq, op.pages * size, op.pages * size)]
+                return [Part(op.seq, op.pages * size, op.pages * size, on_device=True)]
             case ops.Extend():
-                return [(seq, tokens, tokens) for seq, tokens in op.parts]
+                return [Part(seq, tokens, tokens, on_device=True) for seq, tokens in op.parts]
+            case ops.ExtendLogical():
+                return [Part(seq, tokens, tokens) for seq, tokens in op.parts]
             case ops.Decode():
-                return [(seq, 1, 1) for seq in op.seqs]
+                return [Part(seq, 1, 1) for seq in op.seqs]
             case ops.SwaTail():
-                return [(op.seq, op.tokens, op.tail)]
+                return [Part(op.seq, op.tokens, op.tail, op.beyond)]
             case ops.LoadBack():
-                return [(op.seq, op.pages * size, op.swa_pages * size)]
+                return [Part(op.seq, op.pages * size, op.swa_pages * size)]
             case ops.Restore():
-                tokens = len(self.backups[op.backup].full_stamps)
-                return [(op.seq, tokens, tokens if op.tail is None else op.tail)]
+                return [Part(op.seq, restored_tokens(self, op), restored_tail(self, op))]
             case _:
                 return []
 
     def _judge_room(self, op: ops.Op, outcome: Outcome) -> bool:
         """Whether slots were lent, and rightly so (law L7)."""
-        full, swa = demand(self, op)
-        room = f"{len(self.full.free)} full and {len(self.swa.free)} SWA pages are free"
         short = lacks_room(self, op)
         if isinstance(outcome, Refused):
             if not short:
-                self._reject("L7", f"{full} full and {swa} SWA pages lent, since {room}", "None")
+                self._reject("L7", f"{self._wanted(op)} lent, since {self._room()}", "None")
             return False
         if short:
-            self._reject("L7", f"None: {full} full and {swa} SWA pages wanted, {room}", "slots")
+            self._reject("L7", f"None: {self._wanted(op)} wanted, {self._room()}", "slots")
         if not isinstance(outcome, Lent):
             self._reject("layout", f"{op.kind} answers slots", str(outcome))
         return True
 
-    def _commit(self, seq: int, share: Share) -> None:
-        self.used.add(seq)
-        self.last_name = max(self.last_name, seq)
-        row = self.rows.setdefault(seq, Row())
-        for mapped in share.onto_last:
-            self._stamp(row.pages[-1], mapped)
-        for full, swa, mapped_tokens in share.pages:
-            page = Page(full, swa)
-            self.full.free.discard(full)
-            if swa:
-                self.swa.free.discard(swa)
-            for mapped in mapped_tokens:
-                self._stamp(page, mapped)
-            row.pages.append(page)
+    def _wanted(self, op: ops.Op) -> str:
+        need = demand(self, op)
+        said = f"{need.full} full and {need.swa} SWA pages"
+        said += f", {need.device} device pages" if self.geometry.sparse else ""
+        return said + (f", {need.requests} requests" if self.geometry.requests else "")
 
-    def _stamp(self, page: Page, mapped: bool) -> None:
-        self.stamps += 1
-        page.full_stamps.append(self.stamps)
-        page.swa_stamps.append(self.stamps if mapped else NO_PEER)
-
-    def _fill_from_backup(self, op: ops.Restore) -> None:
-        """The restored row holds what the backup held; a slot whose old or new side has no peer
-        holds nothing known."""
-        backup = self.backups.pop(op.backup)
-        row = self.rows[op.seq]
-        self.stamps -= row.tokens
-        at = 0
-        for page in row.pages:
-            for offset in range(page.tokens):
-                page.full_stamps[offset] = backup.full_stamps[at]
-                if page.swa_stamps[offset] != NO_PEER:
-                    old = backup.swa_stamps[at]
-                    page.swa_stamps[offset] = old if old != NO_PEER else UNKNOWN
-                at += 1
+    def _room(self) -> str:
+        said = f"{len(self.full.free)} full and {len(self.swa.free)} SWA pages are free"
+        said += f", {len(self.device.free)} device pages" if self.geometry.sparse else ""
+        return said + (f", {len(self.requests.free)} requests" if self.geometry.requests else "")
 
     def _accept_load_back_swa(self, op: ops.LoadBackSwa, outcome: Outcome) -> None:
         if not self._judge_room(op, outcome):
@@ -193,13 +191,13 @@ class Model:
         assert isinstance(outcome, Lent)
         size = self.geometry.page_size
         pages = self.rows[op.seq].span(op.start, op.stop)
-        judge = LendingJudge(self.geometry, self.full, self.swa)
+        judge = LendingJudge(self.geometry, self.full, self.swa, self.device)
         slots, peers = list(outcome.slots), list(outcome.peers)
         wanted = [page.full * size + offset for page in pages for offset in range(size)]
         if slots != wanted or len(peers) != len(wanted):
             self._reject("layout", f"peers of slots {wanted[:8]}", f"of {slots[:8]}")
         found = [
-            judge.peer_of(page.full, peers[i * size : (i + 1) * size])
+            judge.peer_of(page.full, peers[i * size : (i + 1) * size], [True] * size)
             for i, page in enumerate(pages)
         ]
         if judge.clauses:
@@ -211,92 +209,63 @@ class Model:
                 self.stamps += 1
                 page.swa_stamps[offset] = self.stamps
 
-    # Answers without slots.
+    def _accept_device_buffer(self, op: ops.DeviceBuffer, outcome: Outcome) -> None:
+        """The row's device pages come first, in row order; then new ones."""
+        if not self._judge_room(op, outcome):
+            return
+        assert isinstance(outcome, Lent)
+        size, row = self.geometry.device_page_size, self.rows[op.seq]
+        own = [page.device for page in row.pages if page.device]
+        slots = list(outcome.slots)
+        got = [slot // size for slot in slots[::size]]
+        if slots != [page * size + i for page in got for i in range(size)] or len(got) != op.pages:
+            self._reject(
+                "layout", f"the slots of {op.pages} device pages, page by page", f"{slots}"
+            )
+        if got[: len(own)] != own[: op.pages]:
+            self._reject("layout", f"the row's device pages {own[: op.pages]} first", f"{got}")
+        judge = LendingJudge(self.geometry, self.full, self.swa, self.device)
+        for page in got[len(own) :]:
+            judge.take(page, "device")
+        if judge.clauses:
+            raise Mismatch(judge.clauses)
+        for surplus in set(own) - set(got):
+            self.device.release(surplus, deferred=self.group_open)
+        for held in row.pages:
+            held.device, held.device_stamps = 0, [NO_PEER] * held.tokens
+        self.device.free.difference_update(got)
+        self.buffers[op.buffer] = tuple(got)
+        self.used_buffers.add(op.buffer)
 
-    def _follow(self, op: ops.Op) -> None:
-        match op:
-            case ops.Free():
-                self._give_up(op.seq, op.start, op.stop)
-            case ops.FreeSwa():
-                deferred = self.group_open and self.contract.free_swa_joins_group
-                for page in self.rows[op.seq].span(op.start, op.stop):
-                    self._detach(page, deferred=deferred)
-            case ops.FreeFull():
-                self._give_up(op.seq, op.start, op.stop)
-            case ops.GroupBegin():
-                self.group_open = True
-            case ops.GroupEnd():
-                self._close_group()
-            case ops.Recover():
-                self._recover(op)
-            case ops.Retract():
-                self._retract(op)
-            case ops.Clear():
-                self._clear()
-
-    def _give_up(self, seq: int, start: int, stop: int | None) -> None:
-        row = self.rows[seq]
-        pages = row.span(start, stop)
-        for page in pages:
+    def _accept_relocate(self, op: ops.Relocate, outcome: Outcome) -> None:
+        """New pages take over the contents; a token without a peer before holds nothing known in
+        its new one."""
+        if not self._judge_room(op, outcome):
+            return
+        assert isinstance(outcome, Lent)
+        row, hybrid = self.rows[op.seq], self.geometry.hybrid
+        peers = list(outcome.peers) if hybrid else [0] * len(outcome.slots)
+        if not len(outcome.slots) == len(peers) == row.tokens:
+            self._reject(
+                "layout", f"{row.tokens} slots", f"{len(outcome.slots)}, {len(peers)} peers"
+            )
+        judge = LendingJudge(self.geometry, self.full, self.swa, self.device)
+        share = judge.share(Row(), list(outcome.slots), peers, [hybrid] * row.tokens)
+        if judge.clauses:
+            raise Mismatch(judge.clauses)
+        old = row.pages
+        row.pages = []
+        for page, (full, swa, _) in zip(old, share.pages, strict=True):
+            seen = [stamp if stamp != NO_PEER else UNKNOWN for stamp in page.swa_stamps]
+            stamps = seen if hybrid else [NO_PEER] * page.tokens
+            new = Page(full, swa, page.full_stamps, stamps, 0, [NO_PEER] * page.tokens)
+            self.full.free.discard(full)
+            self.swa.free.discard(swa)
+            row.pages.append(new)
+        for page in old:
             self._detach(page, deferred=self.group_open)
             self.full.release(page.full, deferred=self.group_open)
-        self.ghosts[seq] = tuple(page.full for page in pages)
-        row.pages[start : start + len(pages)] = []
-        if not row.pages:
-            del self.rows[seq]
-
-    def _detach(self, page: Page, *, deferred: bool) -> None:
-        if page.swa == 0:
-            return
-        self.swa.release(page.swa, deferred=deferred)
-        if deferred:
-            self.detached[page.full] = page.swa
-        page.swa = 0
-        page.swa_stamps = [NO_PEER] * page.tokens
-
-    def _close_group(self) -> None:
-        self.full.settle()
-        self.swa.settle()
-        self.detached = {}
-        self.group_open = False
-
-    def _recover(self, op: ops.Recover) -> None:
-        kept = self.rows[op.kept].span(op.kept_start, op.kept_start + op.pages)
-        row = self.rows[op.incoming]
-        incoming = row.span(op.incoming_start, op.incoming_start + op.pages)
-        deferred = self.group_open and self.contract.full_side_joins_group
-        given_up = incoming if op.locked else kept
-        self.ghosts[op.incoming if op.locked else op.kept] = tuple(page.full for page in given_up)
-        for old, new in zip(kept, incoming, strict=True):
-            if op.locked:
-                self.full.release(new.full, deferred=deferred)
-            else:
-                self.full.release(old.full, deferred=self.group_open)
-                old.full, old.full_stamps = new.full, new.full_stamps
-            old.swa, old.swa_stamps = new.swa, new.swa_stamps
-        row.pages[op.incoming_start : op.incoming_start + op.pages] = []
-        if not row.pages:
-            del self.rows[op.incoming]
-
-    def _retract(self, op: ops.Retract) -> None:
-        row = self.rows[op.seq]
-        full = [stamp for page in row.pages for stamp in page.full_stamps]
-        swa: list[int] = []
-        for page in row.pages:
-            # Given up inside this group, the old entry may still be seen and copied, or not.
-            gone = UNKNOWN if page.full in self.detached else NO_PEER
-            swa += [stamp if stamp != NO_PEER else gone for stamp in page.swa_stamps]
-        self.backups[op.backup] = Backup(full, swa)
-        self.used_backups.add(op.backup)
-        self._give_up(op.seq, 0, None)
-
-    def _clear(self) -> None:
-        for seq, row in self.rows.items():
-            self.ghosts[seq] = tuple(page.full for page in row.pages)
-        self.rows = {}
-        self._close_group()
-        self.full.reset()
-        self.swa.reset()
+        self.ghosts[op.seq] = tuple(page.full for page in old)
 
     def _accept_hostile(self, op: ops.Hostile, outcome: Outcome) -> None:
         call = HOSTILE_CALLS[op.call]
@@ -309,11 +278,3 @@ class Model:
 
     def _reject(self, law: str, expected: str, seen: str) -> None:
         raise Mismatch([Clause(law, expected, seen)])
-
-    # What the laws compare a target's state with.
-
-    def lent_pages(self) -> Iterable[tuple[int, Page]]:
-        """(sequence, page) for every page of every live row."""
-        for seq, row in self.rows.items():
-            for page in row.pages:
-                yield seq, page

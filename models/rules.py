@@ -1,6 +1,6 @@
 """When an op is allowed: the preconditions of semantics.md, narrowed by the target's contract.
 
-Each rule answers with the reason why not, or None. `demand` says how many pages of each side an op
+Each rule answers with the reason why not, or None. `demand` says how much of each side an op
 needs; asking for more than there is stays allowed (the answer must then be a refusal) unless the
 contract keeps callers away from exhaustion.
 """
@@ -8,7 +8,7 @@ contract keeps callers away from exhaustion.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvcore.models import ops
 from kvcore.models.hostile import HOSTILE_CALLS
@@ -20,37 +20,110 @@ if TYPE_CHECKING:
 
 Reason = str | None
 
+MOST_OS_PAGES = 64
+"""A piece of memory in a program is small: what matters is its tag."""
 
-def demand(model: Model, op: ops.Op) -> tuple[int, int]:
-    """Pages that ``op`` needs on the (full, SWA) side; (0, 0) for an op that lends nothing."""
+
+class Need(NamedTuple):
+    """What an op needs of each side: pages of the full, the SWA and the device pool, and rows of
+    the request pool."""
+
+    full: int = 0
+    swa: int = 0
+    device: int = 0
+    requests: int = 0
+
+
+def demand(model: Model, op: ops.Op) -> Need:
+    """What ``op`` needs; nothing for an op that lends nothing."""
     pages = model.geometry.pages_for
     match op:
         case ops.Alloc():
-            return op.pages, op.pages
+            parts = ((op.seq, op.pages * model.geometry.page_size),)
+            return _need(model, parts, op.pages, op.pages, on_device=True)
         case ops.Extend():
-            need = sum(_growth(model, seq, tokens) for seq, tokens in op.parts)
-            return need, need
+            full = sum(_growth(model, seq, tokens) for seq, tokens in op.parts)
+            return _need(model, op.parts, full, full, on_device=True)
+        case ops.ExtendLogical():
+            full = sum(_growth(model, seq, tokens) for seq, tokens in op.parts)
+            return _need(model, op.parts, full, full)
         case ops.Decode():
-            need = sum(_growth(model, seq, 1) for seq in op.seqs)
-            return need, need
+            full = sum(_growth(model, seq, 1) for seq in op.seqs)
+            return _need(model, (), full, full)
         case ops.SwaTail():
-            return _growth(model, op.seq, op.tokens), pages(op.tail)
+            full = _growth(model, op.seq, op.tokens)
+            return _need(model, ((op.seq, op.tokens),), full, pages(op.tail))
         case ops.LoadBack():
-            return op.pages, op.swa_pages
+            return _need(model, ((op.seq, 0),), op.pages, op.swa_pages)
         case ops.LoadBackSwa():
             row = model.rows.get(op.seq)
-            return 0, len(row.span(op.start, op.stop)) if row else 0
+            return Need(swa=len(row.span(op.start, op.stop)) if row else 0)
         case ops.Restore():
-            tokens = len(model.backups[op.backup].full_stamps) if op.backup in model.backups else 0
-            return pages(tokens), pages(tokens if op.tail is None else op.tail)
+            if op.backup not in model.backups:
+                return Need()
+            tokens = restored_tokens(model, op)
+            swa = pages(restored_tail(model, op))
+            return _need(model, ((op.seq, tokens),), pages(tokens), swa)
+        case ops.Relocate():
+            row = model.rows.get(op.seq)
+            full = pages(row.tokens) if row else 0
+            return _need(model, (), full, full)
+        case ops.DeviceBuffer():
+            row = model.rows.get(op.seq)
+            own = sum(page.device != 0 for page in row.pages) if row else 0
+            return Need(device=max(0, op.pages - own))
         case _:
-            return 0, 0
+            return Need()
+
+
+def restored_tokens(model: Model, op: ops.Restore) -> int:
+    """Tokens of a restored row that get slots: where every layer slides, a request does without
+    those that its window has left behind."""
+    backup = model.backups[op.backup]
+    alone = model.geometry.pure_swa and model.geometry.requests > 0
+    return backup.tokens - backup.evicted if alone else backup.tokens
+
+
+def restored_tail(model: Model, op: ops.Restore) -> int:
+    """Tokens at the end of a restored row that get SWA slots. With a request pool the request
+    itself remembers how far its window had moved on."""
+    backup = model.backups[op.backup]
+    if model.geometry.requests:
+        return backup.tokens - backup.evicted
+    return backup.tokens if op.tail is None else op.tail
+
+
+def _need(
+    model: Model,
+    parts: tuple[tuple[int, int], ...],
+    full: int,
+    swa: int,
+    *,
+    on_device: bool = False,
+) -> Need:
+    """The need of a call by which these rows grow by so many tokens."""
+    geometry = model.geometry
+    device = requests = 0
+    if on_device and geometry.sparse:
+        for seq, tokens in parts:
+            row = model.rows.get(seq)
+            before = row.tokens if row else 0
+            device += geometry.device_pages_for(before + tokens)
+            device -= geometry.device_pages_for(before)
+    if geometry.requests:
+        requests = sum(seq not in model.rows for seq, _ in parts)
+    return Need(full, swa if geometry.hybrid else 0, device, requests)
 
 
 def lacks_room(model: Model, op: ops.Op) -> bool:
-    """Whether a side has fewer free pages than ``op`` needs: the answer must be a refusal."""
-    full, swa = demand(model, op)
-    return full > len(model.full.free) or (model.geometry.hybrid and swa > len(model.swa.free))
+    """Whether a side has less than ``op`` needs: the answer must be a refusal."""
+    need = demand(model, op)
+    return (
+        need.full > len(model.full.free)
+        or need.swa > len(model.swa.free)
+        or need.device > len(model.device.free)
+        or need.requests > len(model.requests.free)
+    )
 
 
 def why_not(model: Model, op: ops.Op) -> Reason:
@@ -79,14 +152,30 @@ def _overwrite(model: Model, wanted: bool) -> Reason:
     return None
 
 
-def _continuable(model: Model, seq: int) -> Reason:
-    """A row that ends inside a page goes on only if its last token's peer is live."""
+def _continuable(model: Model, seq: int, tokens: int) -> Reason:
+    """A row that ends inside a page goes on only if its last token's peer is live; where every
+    layer slides, any row only while it holds its last token."""
     row = model.rows.get(seq)
     if row is None:
         return _fresh(model, seq)
+    if model.geometry.requests and row.tokens + tokens > model.geometry.context_len:
+        return f"the request row of sequence {seq} is full"
+    last = row.pages[-1]
     inside = row.tokens % model.geometry.page_size != 0
-    if model.geometry.hybrid and inside and row.pages[-1].swa_stamps[-1] == NO_PEER:
+    if last.gone or (inside and model.geometry.hybrid and last.swa_stamps[-1] == NO_PEER):
         return f"the last page of sequence {seq} has no live peer"
+    return None
+
+
+def _device_continuable(model: Model, seq: int) -> Reason:
+    """A row whose last page has device entries goes on only after a live one."""
+    row, each = model.rows.get(seq), model.geometry.compress
+    if not model.geometry.sparse or row is None or row.tokens % model.geometry.page_size == 0:
+        return None
+    last = row.pages[-1]
+    entries = last.tokens // each
+    if entries and last.device_stamps[entries * each - 1] == NO_PEER:
+        return f"the last device entry of sequence {seq} is not mapped"
     return None
 
 
@@ -97,13 +186,19 @@ def _alloc(model: Model, op: ops.Alloc) -> Reason:
 
 
 def _extend(model: Model, op: ops.Extend) -> Reason:
-    names = [seq for seq, _ in op.parts]
+    on_device = (_device_continuable(model, seq) for seq, _ in op.parts)
+    reason = _growing(model, op.parts) or next((r for r in on_device if r), None)
+    return reason or _overwrite(model, op.overwrite)
+
+
+def _growing(model: Model, parts: tuple[tuple[int, int], ...]) -> Reason:
+    names = [seq for seq, _ in parts]
     if not names or len(set(names)) != len(names):
         return "a batch names each sequence once"
-    if any(tokens < 1 for _, tokens in op.parts):
+    if any(tokens < 1 for _, tokens in parts):
         return "an extend adds at least one token"
-    reasons = (_continuable(model, seq) for seq in names)
-    return next((r for r in reasons if r), None) or _overwrite(model, op.overwrite)
+    reasons = (_continuable(model, seq, tokens) for seq, tokens in parts)
+    return next((r for r in reasons if r), None)
 
 
 def _decode(model: Model, op: ops.Decode) -> Reason:
@@ -112,7 +207,7 @@ def _decode(model: Model, op: ops.Decode) -> Reason:
     for seq in op.seqs:
         if seq not in model.rows:
             return f"there is no sequence {seq}"
-        if reason := _continuable(model, seq):
+        if reason := _continuable(model, seq, 1):
             return reason
     return _overwrite(model, op.overwrite)
 
@@ -120,13 +215,16 @@ def _decode(model: Model, op: ops.Decode) -> Reason:
 def _swa_tail(model: Model, op: ops.SwaTail) -> Reason:
     if not model.geometry.hybrid:
         return "there is no SWA pool"
-    if op.tokens < 1 or not 0 <= op.tail <= op.tokens:
+    if op.tokens < 1 or not 0 <= op.tail <= op.tokens - op.beyond:
         return "the tail is a part of the extend"
+    if op.beyond and not (op.tail and model.contract.tail_ends_early):
+        return "this target's tails end with the row"
     if op.seq not in model.rows and op.seq in model.used:
         return f"sequence {op.seq} was used before"
     row = model.rows.get(op.seq)
     before = row.tokens if row else 0
-    if op.tail and (before + op.tokens - op.tail) % model.geometry.page_size:
+    start = before + op.tokens - op.beyond - op.tail
+    if op.tail and start % model.geometry.page_size:
         return "the tail starts on a page boundary"
     return None
 
@@ -141,21 +239,32 @@ def _span(model: Model, seq: int, start: int, stop: int | None) -> tuple[list[Pa
 
 def _free(model: Model, op: ops.Free) -> Reason:
     contract = model.contract
+    if model.geometry.pure_swa:
+        pages, _ = _span(model, op.seq, op.start, op.stop)
+        here = model.groups if model.group_open else None
+        if any(page.gone and page.gone_in != here for page in pages):
+            return "a page went when the window moved on"
     return _named(model, op, contract.free_forms, contract.live_frees)
 
 
 def _free_swa(model: Model, op: ops.FreeSwa) -> Reason:
-    if not model.geometry.hybrid:
+    if not model.geometry.slides:
         return "there is no SWA pool"
     contract = model.contract
+    pages, _ = _span(model, op.seq, op.start, op.stop)
+    if any(page.gone for page in pages):
+        return "a page went when the window moved on"
     return _named(model, op, contract.free_swa_forms, contract.live_swa_frees)
 
 
 def _free_full(model: Model, op: ops.FreeFull) -> Reason:
     forms = model.contract.free_forms - {"sparse"}
-    reason = _named(model, op, forms, frozenset())
+    if reason := _named(model, op, forms, frozenset()):
+        return reason
     pages, _ = _span(model, op.seq, op.start, op.stop)
-    return "a page still has its peer" if reason is None and any(p.swa for p in pages) else reason
+    if model.geometry.pure_swa:
+        return None if all(page.gone for page in pages) else "the window has not moved on"
+    return "a page still has its peer" if any(page.swa for page in pages) else None
 
 
 def _named(model: Model, op: ops.PagesOp, forms: frozenset[Form], live: frozenset[Form]) -> Reason:
@@ -205,7 +314,7 @@ def _load_back(model: Model, op: ops.LoadBack) -> Reason:
         return "there is no SWA pool"
     if op.pages < 1 or not 0 <= op.swa_pages <= op.pages:
         return "the SWA part is a part of the row"
-    return _fresh(model, op.seq)
+    return _paused(model) or _fresh(model, op.seq)
 
 
 def _load_back_swa(model: Model, op: ops.LoadBackSwa) -> Reason:
@@ -216,28 +325,91 @@ def _load_back_swa(model: Model, op: ops.LoadBackSwa) -> Reason:
         return "a load-back takes whole pages"
     if any(page.swa for page in pages):
         return "a page still has its peer"
-    return reason
+    return _paused(model) or reason
+
+
+def _paused(model: Model) -> Reason:
+    return "the pool's memory is paused" if "kv_cache" in model.memory.paused else None
 
 
 def _retract(model: Model, op: ops.Retract) -> Reason:
     if op.backup in model.used_backups:
         return f"backup {op.backup} was used before"
-    return _span(model, op.seq, 0, None)[1]
+    pages, reason = _span(model, op.seq, 0, None)
+    if model.geometry.requests and any(page.full in model.detached for page in pages):
+        # The request says how far its window has moved on: here that is still under way.
+        return "the window of the request moves on in the open group"
+    if model.geometry.requests and model.geometry.pure_swa and not reason:
+        front = model.rows[op.seq].evicted(model.geometry.page_size, pure_swa=True)
+        if any(page.gone for page in pages[front // model.geometry.page_size :]):
+            return "a request says how much is gone at its front only"
+    return _paused(model) or reason
 
 
 def _restore(model: Model, op: ops.Restore) -> Reason:
     backup = model.backups.get(op.backup)
     if backup is None:
         return f"there is no backup {op.backup}"
-    tokens = len(backup.full_stamps)
+    tokens = backup.tokens
     if op.tail is not None:
-        if not model.geometry.hybrid or "swa_tail" not in model.contract.ops:
+        if (
+            model.geometry.requests
+            or not model.geometry.hybrid
+            or "swa_tail" not in model.contract.ops
+        ):
             return "this target's callers restore whole rows"
         if not 0 <= op.tail <= tokens or (
             op.tail and (tokens - op.tail) % model.geometry.page_size
         ):
             return "the tail starts on a page boundary"
-    return _fresh(model, op.seq)
+    return _paused(model) or _fresh(model, op.seq)
+
+
+def _relocate(model: Model, op: ops.Relocate) -> Reason:
+    pages, reason = _span(model, op.seq, 0, None)
+    if any(page.gone for page in pages):
+        return "a page went when the window moved on"
+    return _paused(model) or reason
+
+
+def _extend_logical(model: Model, op: ops.ExtendLogical) -> Reason:
+    return _growing(model, op.parts) if model.geometry.sparse else "there is no device pool"
+
+
+def _free_device(model: Model, op: ops.FreeDevice) -> Reason:
+    if not model.geometry.sparse:
+        return "there is no device pool"
+    return _named(model, op, frozenset(("slots", "sparse")), frozenset())
+
+
+def _device_buffer(model: Model, op: ops.DeviceBuffer) -> Reason:
+    if not model.geometry.sparse:
+        return "there is no device pool"
+    if op.buffer in model.used_buffers:
+        return f"buffer {op.buffer} was used before"
+    return "an empty buffer" if op.pages < 1 else _span(model, op.seq, 0, None)[1]
+
+
+def _free_buffer(model: Model, op: ops.FreeBuffer) -> Reason:
+    return None if op.buffer in model.buffers else f"there is no buffer {op.buffer}"
+
+
+def _reserve(model: Model, op: ops.Reserve) -> Reason:
+    if not model.geometry.saver:
+        return "there is no memory saver"
+    if op.memory in model.memory.paused:
+        return f"{op.memory} is paused"
+    if not 1 <= op.size <= MOST_OS_PAGES:
+        return f"a piece has 1 to {MOST_OS_PAGES} operating-system pages"
+    return f"region {op.region} was used before" if op.region in model.memory.used else None
+
+
+def _drop(model: Model, op: ops.Drop) -> Reason:
+    return None if op.region in model.memory.pieces else f"there is no region {op.region}"
+
+
+def _saver(model: Model, op: ops.Pause | ops.Resume) -> Reason:
+    return None if model.geometry.saver else "there is no memory saver"
 
 
 def _clear(model: Model, op: ops.Clear) -> Reason:
@@ -265,6 +437,15 @@ _RULES: dict[type[ops.Op], Callable[[Model, Any], Reason]] = {
     ops.LoadBackSwa: _load_back_swa,
     ops.Retract: _retract,
     ops.Restore: _restore,
+    ops.Relocate: _relocate,
+    ops.ExtendLogical: _extend_logical,
+    ops.FreeDevice: _free_device,
+    ops.DeviceBuffer: _device_buffer,
+    ops.FreeBuffer: _free_buffer,
+    ops.Reserve: _reserve,
+    ops.Drop: _drop,
+    ops.Pause: _saver,
+    ops.Resume: _saver,
     ops.Clear: _clear,
     ops.Hostile: _hostile,
 }

@@ -9,23 +9,35 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 NO_PEER = 0
-"""SWA stamp of a token without an SWA slot."""
+"""SWA or device stamp of a token without such a slot."""
 UNKNOWN = -1
-"""SWA stamp of a token whose SWA slot holds nothing that the laws speak of."""
+"""Stamp of a token whose slot holds nothing that the laws speak of."""
+ERASED = 0
+"""Full stamp of a token whose slot holds zeros: its memory was paused."""
 
 
 @dataclass(slots=True)
 class Page:
-    """One full page of a row, its SWA page (0 if none) and a stamp a token and side.
+    """One full page of a row, its SWA and device pages (0 if none) and a stamp a token and side.
 
-    ``full_stamps`` has one entry for each token in the page; ``swa_stamps`` runs beside it, with
-    `NO_PEER` where that token is not mapped.
+    ``full_stamps`` has one entry for each token in the page; ``swa_stamps`` and ``device_stamps``
+    run beside it, with `NO_PEER` where that token is not mapped. ``gone_in``: in a pool whose
+    layers all slide, the window moved on; the row remembers the page, which is nobody's. The number
+    is that of the free group in which it went, 0 outside of groups.
     """
 
     full: int
     swa: int
     full_stamps: list[int] = field(default_factory=list)
     swa_stamps: list[int] = field(default_factory=list)
+    device: int = 0
+    device_stamps: list[int] = field(default_factory=list)
+    gone_in: int | None = None
+
+    @property
+    def gone(self) -> bool:
+        """Whether the window moved on."""
+        return self.gone_in is not None
 
     @property
     def tokens(self) -> int:
@@ -40,14 +52,27 @@ class Page:
 
 @dataclass(slots=True)
 class Row:
-    """The pages of one sequence in token order; only the last page may be partly used."""
+    """The pages of one sequence in token order; only the last page may be partly used. ``request``
+    is its row of the request pool, 0 without one."""
 
     pages: list[Page] = field(default_factory=list)
+    request: int = 0
 
     @property
     def tokens(self) -> int:
         """Tokens in the row."""
         return sum(page.tokens for page in self.pages)
+
+    def evicted(self, page_size: int, *, pure_swa: bool = False) -> int:
+        """Tokens in the whole pages at the front that have no peer, or with ``pure_swa`` are
+        gone."""
+        count = 0
+        for page in self.pages:
+            held = not page.gone if pure_swa else page.swa != 0
+            if held or page.tokens < page_size:
+                break
+            count += page_size
+        return count
 
     def span(self, start: int, stop: int | None) -> list[Page]:
         """Pages ``[start, stop)``; empty if the range is not within the row."""
@@ -57,10 +82,17 @@ class Row:
 
 @dataclass(slots=True)
 class Backup:
-    """A retracted row in host memory: its stamps, token by token."""
+    """A retracted row in host memory: its stamps, token by token. ``evicted``: tokens in whole
+    pages at the front whose SWA part was gone."""
 
     full_stamps: list[int]
     swa_stamps: list[int]
+    evicted: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in the backup."""
+        return len(self.full_stamps)
 
 
 @dataclass(slots=True)

@@ -1,9 +1,8 @@
-"""A campaign: all sources over all ways of calling a target, for a given time, on several workers.
+"""A campaign: all sources over all machines of a target, for a given time, on several workers.
 
-Time is spent in short bursts, in turn over (variant, pool kind, source), so that every combination
-has been tried after the first seconds. Findings are kept one a signature, the shortest program of
-each, under the narrowest contract that shows it; shrinking comes after. Leaves out what people see
-(`kvcore.reports`).
+Time is spent in short bursts, in turn over machines, sources and ways of calling the target.
+Findings are kept one a signature, the shortest program of each, under the narrowest contract that
+shows it; shrinking comes after. Leaves out what people see (`kvcore.reports`).
 """
 
 from __future__ import annotations
@@ -16,11 +15,12 @@ from itertools import count
 from kvcore.invariants import Tally
 from kvcore.models import Geometry, Violation
 from kvcore.models.ops import Op
+from kvcore.strategies.machines import MACHINES
 from kvcore.strategies.profiles import PROFILES
 from kvcore.strategies.sources import Burst, SourceName
 from kvcore.strategies.walker import WalkPlan
 from kvcore.strategies.workers import Crashed, Died, Job, WorkerPool
-from kvcore.targets.registry import hybrid_only, may_crash, variants
+from kvcore.targets.registry import machines, may_crash, variants
 
 DEFAULT_PAGE_SIZES = (1, 2, 4, 16)
 FOREIGN_PAGE_SIZES = (1, 4)
@@ -66,10 +66,10 @@ class Finding:
 
 @dataclass(slots=True)
 class Row:
-    """What one source did on one machine (a variant of the target and a kind of pool)."""
+    """What all sources did on one machine; with a foreign target, in one way of calling it."""
 
     machine: str
-    source: str
+    sources: set[str] = field(default_factory=set)
     geometries: set[Geometry] = field(default_factory=set)
     tally: Tally = field(default_factory=Tally)
     findings: int = 0
@@ -107,15 +107,15 @@ class Cell:
     """One combination that a campaign visits in turn."""
 
     target: str
-    hybrid: bool
+    machine: str
     source: SourceName
 
     @property
-    def machine(self) -> str:
-        """The row label: kind of pool, and the mode of the target if it has one."""
-        kind = "hybrid" if self.hybrid else "single pool"
+    def label(self) -> str:
+        """The row: the machine, and of a foreign target the way of calling it, which is another
+        contract. Checked and unchecked builds of our own share a row."""
         _, _, mode = self.target.partition("#")
-        return f"{kind}, {mode}" if mode else kind
+        return f"{self.machine}, {mode}" if mode and may_crash(self.target) else self.machine
 
 
 def default_budget(target: str, profile: str) -> float:
@@ -130,7 +130,7 @@ def run_campaign(plan: Plan, on_progress: Callable[[Progress], None]) -> Report:
     A signature found on several variants is reported for the first of them, whose callers do least.
     """
     start = time.monotonic()
-    rows: dict[tuple[str, str], Row] = {}
+    rows: dict[str, Row] = {}
     findings: dict[tuple[str, str], Finding] = {}
     total = Tally()
     with WorkerPool(plan.workers) as pool:
@@ -140,8 +140,9 @@ def run_campaign(plan: Plan, on_progress: Callable[[Progress], None]) -> Report:
                 job, result = ended
                 if isinstance(result, Crashed):
                     raise HarnessFailed(result.text)
-                burst = result if isinstance(result, Burst) else _last_words(result)
+                burst = result if isinstance(result, Burst) else last_words(result)
                 row = _row(rows, job)
+                row.sources.add(job.source)
                 row.geometries |= burst.geometries
                 row.tally.add(burst.tally)
                 row.findings += len(burst.failures)
@@ -153,19 +154,25 @@ def run_campaign(plan: Plan, on_progress: Callable[[Progress], None]) -> Report:
 
 
 def _cells(target: str) -> list[Cell]:
-    kinds = (True,) if hybrid_only(target) else (True, False, True, True)
+    """A round: each source in turn over all machines, as often as their share says; the ways of
+    calling the target alternate."""
+    ways = variants(target)
+    names = [name for name in machines(target) for _ in range(MACHINES[name].share)]
+    if len(machines(target)) == 1:
+        names = list(machines(target))
+    if may_crash(target) or len(names) == 1:
+        return [Cell(way, name, source) for source in TURNS for name in names for way in ways]
     return [
-        Cell(variant, hybrid, source)
-        for source in TURNS
-        for hybrid in kinds
-        for variant in variants(target)
+        Cell(ways[(turn // 2 + place) % len(ways)], name, source)
+        for turn, source in enumerate(TURNS)
+        for place, name in enumerate(names)
     ]
 
 
 def _jobs(plan: Plan, deadline: float) -> Iterator[Job]:
     """Bursts without end, until the time is up."""
     cells = _cells(plan.target)
-    sizes = plan.page_sizes or (
+    wanted = plan.page_sizes or (
         FOREIGN_PAGE_SIZES if may_crash(plan.target) else DEFAULT_PAGE_SIZES
     )
     for number in count():
@@ -175,19 +182,19 @@ def _jobs(plan: Plan, deadline: float) -> Iterator[Job]:
         yield Job(
             target=cell.target,
             source=cell.source,
-            plan=WalkPlan(sizes, hybrid=cell.hybrid),
+            plan=WalkPlan(wanted, cell.machine),
             # A seed of its own for each burst, the same in every campaign with this plan's seed.
             seed=plan.seed * 1_000_003 + number,
             programs=BURST_PROGRAMS[cell.source],
         )
 
 
-def _row(rows: dict[tuple[str, str], Row], job: Job) -> Row:
-    machine = Cell(job.target, job.plan.hybrid, job.source).machine
-    return rows.setdefault((machine, job.source), Row(machine, job.source))
+def _row(rows: dict[str, Row], job: Job) -> Row:
+    label = Cell(job.target, job.plan.machine, job.source).label
+    return rows.setdefault(label, Row(label))
 
 
-def _last_words(died: Died) -> Burst:
+def last_words(died: Died) -> Burst:
     """A burst that ended with the worker's death: the finding is all that is left of it."""
     burst = Burst()
     if died.geometry is not None:

@@ -45,7 +45,7 @@ def hunt(fault: str, source: SourceName, seeds: Sequence[int], limit: int) -> Hu
     violation of one of the fault's own laws counts."""
     name = f"fault:{fault}"
     factory = open_target(name)
-    plan = WalkPlan(FAULTS[fault].page_sizes)
+    plan = WalkPlan(FAULTS[fault].page_sizes, FAULTS[fault].machine)
     found: list[int | None] = []
     shrunk: list[Shrunk] = []
     laws: frozenset[str] = frozenset()

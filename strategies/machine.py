@@ -22,7 +22,7 @@ from hypothesis.stateful import (
 
 from kvcore.invariants import Run
 from kvcore.invariants.run import Listener
-from kvcore.models import Geometry
+from kvcore.models import Contract, Geometry
 from kvcore.strategies.propose import PackedChoices, propose
 from kvcore.strategies.weights import kinds_for, op_kind_of
 from kvcore.targets.protocol import TargetFactory
@@ -35,12 +35,23 @@ RULES_INSIDE: dict[str, int] = {
     "free_swa": 5,
     "recover_locked": 5,
     "load_back_swa": 3,
+    "free_device": 3,
+    "device_buffer": 2,
     "hostile": 4,
     "group_end": 3,
 }
 """Rules a kind inside a group, where not one."""
 
-RULES_OUTSIDE: dict[str, int] = {"group_begin": 6, "alloc": 2, "extend_new": 2, "free_swa": 2}
+RULES_OUTSIDE: dict[str, int] = {
+    "group_begin": 6,
+    "alloc": 2,
+    "extend_new": 2,
+    "free_swa": 2,
+    "device_buffer": 3,
+    "reserve": 3,
+    "drop": 2,
+    "resume": 2,
+}
 """Rules a kind outside groups, where not one."""
 
 RunSink = Callable[[Run], None]
@@ -89,6 +100,17 @@ class AllocatorMachine(RuleBasedStateMachine):
                 sink(self._run)
 
 
+def widest_contract(factory: TargetFactory, geometries: Sequence[Geometry]) -> Contract:
+    """The contract with the most ops among those of the targets of these geometries; what a target
+    leaves out, its own model refuses."""
+    contracts = []
+    for geometry in geometries:
+        target = factory(geometry)
+        contracts.append(target.contract)
+        target.close()
+    return max(contracts, key=lambda contract: (len(contract.ops), len(contract.hostile)))
+
+
 def machine_for(
     factory: TargetFactory,
     geometries: Sequence[Geometry],
@@ -104,8 +126,7 @@ def machine_for(
     database and its derandomised seed by it. ``sink`` is told every finished run, ``listeners``
     every event of every run.
     """
-    contract = factory(geometries[0]).contract
-    hybrid = geometries[0].hybrid
+    contract = widest_contract(factory, geometries)
     body: dict[str, Any] = {
         "factory": staticmethod(factory),
         "period": period,
@@ -114,10 +135,7 @@ def machine_for(
         "begin": initialize(geometry=st.sampled_from(list(geometries)))(AllocatorMachine.start),
     }
     for inside, copies in ((True, RULES_INSIDE), (False, RULES_OUTSIDE)):
-        kinds = kinds_for(
-            contract.ops, hybrid=hybrid, hostile=bool(contract.hostile), inside=inside
-        )
-        for kind in kinds:
+        for kind in kinds_for(contract, inside=inside):
             for number in range(copies.get(kind, 1)):
                 where = "in_group" if inside else "alone"
                 body[f"{kind}_{where}_{number}"] = _rule(kind, inside=inside)
@@ -141,6 +159,10 @@ def _rule(kind: str, *, inside: bool) -> Any:
 
 
 _ALWAYS = frozenset(
-    ("alloc", "extend", "swa_tail", "load_back", "group_begin", "group_end", "clear", "hostile")
+    (
+        *("alloc", "extend", "extend_logical", "swa_tail", "load_back"),
+        *("group_begin", "group_end", "clear", "hostile", "free_buffer"),
+        *("reserve", "drop", "pause", "resume"),
+    )
 )
 """Op kinds that need no live row."""

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from kvcore.invariants import Run
 from kvcore.invariants.run import Listener
-from kvcore.models import Geometry
+from kvcore.models import Contract, Geometry
 from kvcore.models.ops import Op
-from kvcore.strategies.machine import CHOICES, RunSink
+from kvcore.strategies.machine import CHOICES, RunSink, widest_contract
 from kvcore.strategies.propose import PackedChoices, propose
 from kvcore.strategies.weights import INSIDE, OUTSIDE, kinds_for
 from kvcore.targets.protocol import TargetFactory
@@ -38,14 +38,12 @@ class Draft:
         return propose(kind, run.model, PackedChoices(self.choices))
 
 
-def drafts(
-    contract_ops: frozenset[str], *, hybrid: bool, hostile: bool
-) -> st.SearchStrategy[Draft]:
+def drafts(contract: Contract) -> st.SearchStrategy[Draft]:
     """Drafts of the kinds that a contract allows, in proportion to their weights."""
     weighted: dict[bool, list[str]] = {}
     for inside in (True, False):
         table = INSIDE if inside else OUTSIDE
-        kinds = kinds_for(contract_ops, hybrid=hybrid, hostile=hostile, inside=inside)
+        kinds = kinds_for(contract, inside=inside)
         weighted[inside] = [kind for kind in kinds for _ in range(table[kind])]
     return st.builds(
         Draft,
@@ -55,11 +53,9 @@ def drafts(
     )
 
 
-def programs(
-    contract_ops: frozenset[str], *, hybrid: bool, hostile: bool
-) -> st.SearchStrategy[list[Draft]]:
+def programs(contract: Contract) -> st.SearchStrategy[list[Draft]]:
     """Programs of 20 or 50 drafts: lists without a fixed length average six."""
-    draft = drafts(contract_ops, hybrid=hybrid, hostile=hostile)
+    draft = drafts(contract)
     return st.sampled_from(LENGTHS).flatmap(
         lambda length: st.lists(draft, min_size=length, max_size=length)
     )
@@ -78,8 +74,7 @@ def program_test(
 
     Set Hypothesis settings on it as on any test. ``name`` must differ between properties.
     """
-    contract = factory(geometries[0]).contract
-    source = programs(contract.ops, hybrid=geometries[0].hybrid, hostile=bool(contract.hostile))
+    source = programs(widest_contract(factory, geometries))
 
     def check(geometry: Geometry, program: list[Draft]) -> None:
         run = Run(factory(geometry), period=period, listeners=listeners)

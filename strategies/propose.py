@@ -12,8 +12,8 @@ from typing import Protocol
 
 from kvcore.models import Model, ops
 from kvcore.models.hostile import HOSTILE_CALLS
-from kvcore.models.ops import Form, Op
-from kvcore.models.state import Row
+from kvcore.models.ops import Form, Memory, Op
+from kvcore.models.state import Page, Row
 
 
 class Choices(Protocol):
@@ -60,6 +60,8 @@ def _few_pages(model: Model, choices: Choices) -> int:
     left = len(model.full.free)
     if model.geometry.hybrid:
         left = min(left, len(model.swa.free))
+    if model.geometry.sparse:
+        left = min(left, len(model.device.free))
     if number == 15:
         return left + 1
     return max(1, left) if number == 14 else 1 + number % 3
@@ -133,7 +135,11 @@ def _swa_tail(model: Model, choices: Choices) -> Op:
     boundaries = list(range(first_boundary, tokens + 1, size))
     if not boundaries or choices.below(4) == 0:
         return ops.SwaTail(seq, tokens, 0)
-    return ops.SwaTail(seq, tokens, tokens - boundaries[choices.below(len(boundaries))])
+    tail = tokens - boundaries[choices.below(len(boundaries))]
+    if tail > 1 and model.contract.tail_ends_early and choices.below(3) == 2:
+        beyond = 1 + choices.below(tail - 1)
+        return ops.SwaTail(seq, tokens, tail - beyond, beyond)
+    return ops.SwaTail(seq, tokens, tail)
 
 
 def _form(allowed: frozenset[Form], choices: Choices) -> Form:
@@ -147,7 +153,10 @@ def _free(model: Model, choices: Choices) -> Op | None:
         return None
     form = _form(model.contract.free_forms, choices)
     overwrite = _flag(choices, model.contract.overwrite_deferred)
-    return ops.Free(picked[0], form=form, overwrite=overwrite)
+    start = 0
+    if model.geometry.pure_swa and choices.below(2):
+        start = next((i for i, page in enumerate(picked[1].pages) if not page.gone), 0)
+    return ops.Free(picked[0], start, None, form, overwrite)
 
 
 def _free_part(model: Model, choices: Choices) -> Op | None:
@@ -162,15 +171,22 @@ def _free_part(model: Model, choices: Choices) -> Op | None:
 
 def _free_swa(model: Model, choices: Choices) -> Op | None:
     """Any part of a row that has a live peer left."""
-    rows = [(name, row) for name, row in model.rows.items() if any(p.swa for p in row.pages)]
+    pure = model.geometry.pure_swa
+
+    def live_in(row: Row) -> list[int]:
+        return [i for i, page in enumerate(row.pages) if (not page.gone if pure else page.swa)]
+
+    rows = [(name, row) for name, row in model.rows.items() if live_in(row)]
     if not rows:
         return None
     name, row = rows[choices.below(len(rows))]
-    live = [index for index, page in enumerate(row.pages) if page.swa]
+    live = live_in(row)
     start = live[choices.below(len(live))]
     form = _form(model.contract.free_swa_forms, choices)
     stop = start + 1 + choices.below(len(row.pages) - start)
-    if form in model.contract.live_swa_frees:
+    if pure:
+        stop = next((i for i in range(start, stop) if row.pages[i].gone), stop)
+    elif form in model.contract.live_swa_frees:
         stop = next((i for i in range(start, stop) if not row.pages[i].swa), stop)
     overwrite = _flag(choices, model.contract.overwrite_deferred)
     return ops.FreeSwa(name, start, stop, form, overwrite)
@@ -184,6 +200,9 @@ def _free_swa_front(model: Model, choices: Choices) -> Op | None:
     pages = picked[1].pages
     form = _form(model.contract.free_swa_forms, choices)
     start, stop = 0, 1 + choices.below(len(pages))
+    if model.geometry.pure_swa:
+        start = next((i for i, page in enumerate(pages) if not page.gone), 0)
+        return ops.FreeSwa(picked[0], start, max(stop, start + 1), form)
     if form in model.contract.live_swa_frees:
         start = next((i for i, page in enumerate(pages) if page.swa), 0)
         dead = (i for i in range(start, len(pages)) if not pages[i].swa)
@@ -191,19 +210,24 @@ def _free_swa_front(model: Model, choices: Choices) -> Op | None:
     return ops.FreeSwa(picked[0], start, stop, form)
 
 
+def _alone(model: Model, page: Page) -> bool:
+    """Whether the page has no SWA side left, so that its full side can go alone."""
+    return page.gone if model.geometry.pure_swa else not page.swa
+
+
 def _free_full(model: Model, choices: Choices) -> Op | None:
     spans = [
         (name, index)
         for name, row in model.rows.items()
         for index, page in enumerate(row.pages)
-        if not page.swa
+        if _alone(model, page)
     ]
     if not spans:
         return None
     name, start = spans[choices.below(len(spans))]
     pages = model.rows[name].pages
     stop = start + 1
-    while stop < len(pages) and not pages[stop].swa and choices.below(2):
+    while stop < len(pages) and _alone(model, pages[stop]) and choices.below(2):
         stop += 1
     form = _form(model.contract.free_forms - {"sparse"}, choices)
     overwrite = _flag(choices, model.contract.overwrite_deferred)
@@ -287,13 +311,95 @@ def _restore(model: Model, choices: Choices) -> Op | None:
     names = sorted(model.backups)
     name = names[choices.below(len(names))]
     whole = ops.Restore(name, model.last_name + 1)
-    if not model.geometry.hybrid or choices.below(3):
+    if not model.geometry.hybrid or model.geometry.requests or choices.below(3):
         return whole
     tokens = len(model.backups[name].full_stamps)
     tails = range(tokens, -1, -model.geometry.page_size) if tokens else [0]
     aligned = [tail for tail in tails if (tokens - tail) % model.geometry.page_size == 0]
     part = ops.Restore(name, model.last_name + 1, aligned[choices.below(len(aligned))])
     return part if model.allows(part) else whole
+
+
+def _relocate(model: Model, choices: Choices) -> Op | None:
+    picked = _pick_row(model, choices)
+    return ops.Relocate(picked[0]) if picked is not None else None
+
+
+def _extend_logical(model: Model, choices: Choices) -> Op:
+    """A new row, or one that goes on: logical slots are many, so now and then many of them."""
+    pages = 1 + choices.below(max(1, len(model.full.free)) if choices.below(8) == 7 else 3)
+    tokens = max(1, pages * model.geometry.page_size - choices.below(model.geometry.page_size))
+    if choices.below(3) == 2 and (picked := _pick_row(model, choices)) is not None:
+        return ops.ExtendLogical(((picked[0], tokens),))
+    return ops.ExtendLogical(((model.last_name + 1, tokens),))
+
+
+def _on_device(model: Model) -> list[tuple[int, int]]:
+    """(sequence, page) of the pages with device slots."""
+    return [
+        (name, index)
+        for name, row in model.rows.items()
+        for index, page in enumerate(row.pages)
+        if page.device
+    ]
+
+
+def _free_device(model: Model, choices: Choices) -> Op | None:
+    pages = _on_device(model)
+    if not pages:
+        return None
+    name, start = pages[choices.below(len(pages))]
+    stop = start + 1 + choices.below(len(model.rows[name].pages) - start)
+    form: Form = "sparse" if choices.below(3) == 2 else "slots"
+    overwrite = _flag(choices, model.contract.overwrite_deferred)
+    return ops.FreeDevice(name, start, stop, form, overwrite)
+
+
+def _device_buffer(model: Model, choices: Choices) -> Op | None:
+    """A buffer of about as many pages as the row has on the device, or of any other size."""
+    pages = _on_device(model)
+    if not pages:
+        return None
+    name = pages[choices.below(len(pages))][0]
+    own = sum(page.device != 0 for page in model.rows[name].pages)
+    wanted = (own, own + 1, max(1, own - 1), 1, own + len(model.device.free) + 1)
+    number = max(model.used_buffers, default=0) + 1
+    return ops.DeviceBuffer(name, number, wanted[choices.below(len(wanted))])
+
+
+def _free_buffer(model: Model, choices: Choices) -> Op | None:
+    if not model.buffers:
+        return None
+    names = sorted(model.buffers)
+    return ops.FreeBuffer(names[choices.below(len(names))])
+
+
+def _memory(choices: Choices) -> Memory:
+    return "weights" if choices.below(2) else "kv_cache"
+
+
+def _reserve(model: Model, choices: Choices) -> Op:
+    number = max(model.memory.used, default=0) + 1
+    return ops.Reserve(number, _memory(choices), 1 + choices.below(4))
+
+
+def _drop(model: Model, choices: Choices) -> Op | None:
+    if not model.memory.pieces:
+        return None
+    names = sorted(model.memory.pieces)
+    return ops.Drop(names[choices.below(len(names))])
+
+
+def _pause(model: Model, choices: Choices) -> Op:
+    return ops.Pause(_memory(choices))
+
+
+def _resume(model: Model, choices: Choices) -> Op:
+    """Most of the time a tag that is paused."""
+    paused = sorted(model.memory.paused)
+    if paused and choices.below(4):
+        return ops.Resume(paused[choices.below(len(paused))])
+    return ops.Resume(_memory(choices))
 
 
 def _clear(model: Model, choices: Choices) -> Op:
@@ -363,6 +469,15 @@ PROPOSALS: dict[str, Proposal] = {
     "load_back_swa": _load_back_swa,
     "retract": _retract,
     "restore": _restore,
+    "relocate": _relocate,
+    "extend_logical": _extend_logical,
+    "free_device": _free_device,
+    "device_buffer": _device_buffer,
+    "free_buffer": _free_buffer,
+    "reserve": _reserve,
+    "drop": _drop,
+    "pause": _pause,
+    "resume": _resume,
     "clear": _clear,
     "hostile": _hostile,
 }

@@ -13,11 +13,11 @@ from itertools import accumulate
 
 from kvcore.models import Geometry, Model
 from kvcore.models.ops import Op
+from kvcore.strategies.machines import MACHINES
 from kvcore.strategies.propose import propose
 from kvcore.strategies.weights import INSIDE, OUTSIDE, kinds_for
 
 LENGTHS = (20, 50, 50, 200)
-FULL_PAGES = (8, 8, 16, 16, 16, 64)
 ATTEMPTS = 12
 """How many kinds are tried before the walker gives a step up."""
 
@@ -58,12 +58,7 @@ class Walker:
         inside = model.group_open
         if inside not in self._tables:
             contract = model.contract
-            kinds = kinds_for(
-                contract.ops,
-                hybrid=model.geometry.hybrid,
-                hostile=bool(contract.hostile),
-                inside=inside,
-            )
+            kinds = kinds_for(contract, inside=inside)
             weights = INSIDE if inside else OUTSIDE
             drawn = [weights[kind] * self._rng.choice((1, 2, 2, 4)) for kind in kinds]
             self._tables[inside] = (kinds, list(accumulate(drawn)))
@@ -72,21 +67,14 @@ class Walker:
 
 @dataclass(frozen=True, slots=True)
 class WalkPlan:
-    """What a walk may vary: page sizes, sorted reuse, and whether there is an SWA side."""
+    """What a walk may vary: page sizes and sorted reuse; the rest is up to the machine."""
 
     page_sizes: tuple[int, ...]
-    hybrid: bool = True
+    machine: str = "hybrid"
     sorts: tuple[bool, ...] = (False, True)
 
     def draw(self, rng: random.Random) -> tuple[Geometry, int]:
         """A geometry and a program length."""
-        full = rng.choice(FULL_PAGES)
-        # Smaller than, equal to, and larger than the full pool.
-        swa = rng.choice((full * 3 // 4, full // 2, full, full + full // 4))
-        geometry = Geometry(
-            page_size=rng.choice(self.page_sizes),
-            full_pages=full,
-            swa_pages=max(2, swa) if self.hybrid else 0,
-            need_sort=rng.choice(self.sorts),
-        )
-        return geometry, rng.choice(LENGTHS)
+        machine = MACHINES[self.machine]
+        page_size = rng.choice(machine.page_sizes(self.page_sizes))
+        return machine.draw(rng, page_size, rng.choice(self.sorts)), rng.choice(LENGTHS)

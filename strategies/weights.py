@@ -7,6 +7,8 @@ inside a group the ops that detach and recover peers outweigh the rest. Measured
 
 from __future__ import annotations
 
+from kvcore.models import Contract
+
 OUTSIDE: dict[str, int] = {
     "alloc": 5,
     "extend_new": 5,
@@ -27,6 +29,15 @@ OUTSIDE: dict[str, int] = {
     "load_back_swa": 3,
     "retract": 3,
     "restore": 5,
+    "relocate": 2,
+    "extend_logical": 4,
+    "free_device": 3,
+    "device_buffer": 6,
+    "free_buffer": 4,
+    "reserve": 6,
+    "drop": 5,
+    "pause": 4,
+    "resume": 7,
     "clear": 1,
     "hostile": 5,
 }
@@ -51,29 +62,45 @@ INSIDE: dict[str, int] = {
     "load_back_swa": 4,
     "retract": 2,
     "restore": 2,
+    "relocate": 1,
+    "extend_logical": 2,
+    "free_device": 6,
+    "device_buffer": 5,
+    "free_buffer": 4,
+    "reserve": 2,
+    "drop": 2,
+    "pause": 2,
+    "resume": 3,
     "clear": 1,
     "hostile": 5,
 }
 
 
-def kinds_for(allowed: frozenset[str], *, hybrid: bool, hostile: bool, inside: bool) -> list[str]:
+BASES: dict[str, str] = {
+    "extend_new": "extend",
+    "extend_more": "extend",
+    "extend_batch": "extend",
+    "decode_batch": "decode",
+    "free_part": "free",
+    "free_swa_front": "free_swa",
+    "recover_locked": "recover",
+    "recover_unlocked": "recover",
+}
+"""The op kind behind a kind that is not one itself."""
+
+
+def kinds_for(contract: Contract, *, inside: bool) -> list[str]:
     """The kinds that make sense under a contract, in a fixed order."""
     table = INSIDE if inside else OUTSIDE
-    return [kind for kind in table if _makes_sense(kind, allowed, hybrid, hostile)]
+    return [kind for kind in table if _makes_sense(kind, contract)]
 
 
-def _makes_sense(kind: str, allowed: frozenset[str], hybrid: bool, hostile: bool) -> bool:
+def _makes_sense(kind: str, contract: Contract) -> bool:
     if kind == "hostile":
-        return hostile
-    base = op_kind_of(kind)
-    if base == "free_full" and not hybrid:
-        return False
-    return base in allowed
+        return bool(contract.hostile)
+    return op_kind_of(kind) in contract.ops
 
 
 def op_kind_of(kind: str) -> str:
     """The op kind behind a kind that sources ask for."""
-    for base in ("extend", "decode", "free_swa", "free_full", "recover", "load_back_swa"):
-        if kind.startswith(base):
-            return base
-    return "free" if kind in ("free", "free_part") else kind
+    return BASES.get(kind, kind)

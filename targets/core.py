@@ -1,257 +1,55 @@
-"""kvcore's own allocators as targets, under the widest contract.
+"""kvcore's own allocators as targets, under the widest contract: which one a geometry asks for.
 
-Covers the hybrid allocator and, for a geometry without an SWA side, the single-pool ones. Leaves
-out faulty variants (`kvcore.targets.faults`), which pass their own classes in here.
+Leaves out how each is called (`kvcore.targets.core_dialects`, `kvcore.targets.core_sparse`), and
+faulty variants (`kvcore.targets.faults`), which pass their own classes in here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from dataclasses import dataclass, field
 
 import torch
 
 from kvcore import (
     BaseTokenToKVPoolAllocator,
+    CompressedHiSparseTokenToKVPoolAllocator,
+    HiSparseTokenToKVPoolAllocator,
     PagedTokenToKVPoolAllocator,
-    SWAKVPool,
+    PureSWATokenToKVPoolAllocator,
+    ReqToTokenPool,
+    Retraction,
     SWATokenToKVPoolAllocator,
     TokenToKVPoolAllocator,
 )
-from kvcore.allocator.single import SinglePoolAllocator
 from kvcore.models import Contract, Geometry
 from kvcore.models.hostile import HOSTILE_CALLS
-from kvcore.models.ops import OP_KINDS, Form
-from kvcore.targets.dialect import Dialect, Slots, as_tensor
+from kvcore.models.ops import OP_KINDS
+from kvcore.targets.core_dialects import HybridDialect, PureDialect, SingleDialect
+from kvcore.targets.core_sparse import CompressedDialect, HiSparseDialect
+from kvcore.targets.dialect import Dialect
 from kvcore.targets.driver import AllocatorTarget
-from kvcore.targets.hostile import CoreAllocator, CoreHostility
-from kvcore.targets.pool import Pool, StampedPool, build_pool
-from kvcore.targets.protocol import Answers
+from kvcore.targets.hostile import CoreHostility
+from kvcore.targets.memory import SaverProbe
+from kvcore.targets.pool import Pool, PoolParts, StampedPool, build_device_pool, build_pool
+from kvcore.targets.requests import RequestRows
 
-HYBRID_ONLY = frozenset(("swa_tail", "free_swa", "recover", "load_back", "load_back_swa"))
+CHUNK_TOKENS = 3
+"""Tokens that a retraction copies at once: few, so that rows of a few pages take several pieces."""
+
+HYBRID_OPS = frozenset(
+    ("swa_tail", "free_swa", "free_full", "recover", "load_back", "load_back_swa")
+)
 """Ops that need an SWA side."""
 
+SPARSE_OPS = frozenset(("extend_logical", "free_device", "device_buffer", "free_buffer"))
+"""Ops that need device slots."""
 
-CPU = torch.device("cpu")
+SAVER_OPS = frozenset(("reserve", "drop", "pause", "resume"))
+"""Ops that need a memory saver."""
 
-
-def batch_tensors(lengths: list[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Row lengths as the field passes them: on the device and on the host, int64."""
-    host = as_tensor(lengths, CPU)
-    return host.to(device), host
-
-
-def all_free(side: SinglePoolAllocator) -> torch.Tensor:
-    """Page ids in every free container of one pool."""
-    if not side.need_sort:
-        return side.free_pages
-    return torch.cat([side.free_pages, side.release_pages])
-
-
-AllocatorT = TypeVar("AllocatorT", bound=BaseTokenToKVPoolAllocator)
-
-
-class CoreDialect(Generic[AllocatorT]):
-    """Calls that single-pool and hybrid allocators have in common."""
-
-    def __init__(self, allocator: AllocatorT, device: torch.device) -> None:
-        self.allocator = allocator
-        self.device = device
-
-    def alloc(self, need: int) -> Slots | None:
-        """`alloc`."""
-        return self.allocator.alloc(need)
-
-    def extend(self, before: list[int], after: list[int], last: list[int]) -> Slots | None:
-        """`alloc_extend`."""
-        last_loc = as_tensor(last, self.device)
-        prefix = batch_tensors(before, self.device)
-        seq = batch_tensors(after, self.device)
-        return self.allocator.alloc_extend(*prefix, *seq, last_loc, sum(after) - sum(before))
-
-    def decode(self, after: list[int], last: list[int]) -> Slots | None:
-        """`alloc_decode`."""
-        last_loc = as_tensor(last, self.device)
-        return self.allocator.alloc_decode(*batch_tensors(after, self.device), last_loc)
-
-    def free(self, slots: Slots, form: Form, start: int) -> None:
-        """`free` and its segment forms."""
-        if form == "segment":
-            self.allocator.free_segment(slots, start_pos=start)
-        elif form == "segments":
-            self.allocator.free_segments(self.halves(slots, start))
-        else:
-            self.allocator.free(slots)
-
-    def free_full(self, slots: Slots, form: Form, start: int) -> None:
-        """`free_full` and its segment forms."""
-        if form == "segment":
-            self.allocator.free_full_segment(slots, start_pos=start)
-        elif form == "segments":
-            self.allocator.free_full_segments(self.halves(slots, start))
-        else:
-            self.allocator.free_full(slots)
-
-    def halves(self, slots: Slots, start: int) -> list[tuple[Slots, int]]:
-        """A row segment cut in two at a page boundary near its middle; empty pieces included."""
-        size = self.allocator.page_size
-        cut = len(slots) // size // 2 * size
-        return [(slots[:cut], start), (slots[cut:], start + cut)]
-
-    def group_begin(self) -> None:
-        """`free_group_begin`."""
-        self.allocator.free_group_begin()
-
-    def group_end(self) -> None:
-        """`free_group_end`."""
-        self.allocator.free_group_end()
-
-    def replace(self, old: Slots) -> None:
-        """`free_full`."""
-        self.allocator.free_full(old)
-
-    def clear(self) -> None:
-        """`clear`."""
-        self.allocator.clear()
-
-
-class SingleDialect(CoreDialect[SinglePoolAllocator]):
-    """Calls on a single-pool allocator. Its contract leaves out every op that needs an SWA side."""
-
-    def swa_tail(self, before: int, after: int, last: int, tail: int) -> Slots | None:
-        """Not a call of this allocator."""
-        raise TypeError("a single pool has no SWA tail")
-
-    def free_swa(self, slots: Slots, form: Form, start: int) -> None:
-        """Not a call of this allocator."""
-        raise TypeError("a single pool has no SWA side")
-
-    def recover(self, kept: Slots, incoming: Slots) -> None:
-        """Not a call of this allocator."""
-        raise TypeError("a single pool has no tombstones")
-
-    def alloc_full(self, need: int) -> Slots | None:
-        """Not a call of this allocator."""
-        raise TypeError("a single pool has no load-back")
-
-    def alloc_swa(self, need: int) -> Slots | None:
-        """Not a call of this allocator."""
-        raise TypeError("a single pool has no SWA side")
-
-    def map(self, full: Slots, swa: Slots) -> None:
-        """Not a call of this allocator."""
-        raise TypeError("a single pool has no mapping")
-
-    def peers(self, slots: Slots) -> Slots:
-        """None: there is no SWA side."""
-        return torch.zeros_like(slots)
-
-    def free_pages(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Free list and release list."""
-        free = all_free(self.allocator)
-        return free, free[:0]
-
-    def pending_pages(self) -> tuple[torch.Tensor, ...]:
-        """Pages queued in the group."""
-        pending = self.allocator.pending_pages
-        return pending, pending[:0]
-
-    def mapping(self) -> torch.Tensor:
-        """Empty."""
-        return torch.empty(0, dtype=torch.int64, device=self.device)
-
-    def answers(self) -> Answers:
-        """Capacity in slots."""
-        room = self.allocator.available_size()
-        return Answers(room, room, 0)
-
-
-class HybridDialect(CoreDialect[SWATokenToKVPoolAllocator]):
-    """Calls on the hybrid allocator."""
-
-    def swa_tail(self, before: int, after: int, last: int, tail: int) -> Slots | None:
-        """`alloc_extend_swa_tail`."""
-        last_loc = as_tensor([last], self.device)
-        prefix = batch_tensors([before], self.device)
-        seq = batch_tensors([after], self.device)
-        return self.allocator.alloc_extend_swa_tail(*prefix, *seq, last_loc, after - before, tail)
-
-    def free_swa(self, slots: Slots, form: Form, start: int) -> None:
-        """`free_swa` and its segment form."""
-        if form == "segment":
-            self.allocator.free_swa_segment(slots, start_pos=start)
-        elif form == "segments":
-            self.allocator.free_swa_segments(self.halves(slots, start))
-        else:
-            self.allocator.free_swa(slots)
-
-    def recover(self, kept: Slots, incoming: Slots) -> None:
-        """`recover_tombstone`."""
-        self.allocator.recover_tombstone(kept, incoming)
-
-    def alloc_full(self, need: int) -> Slots | None:
-        """`alloc` of the full side."""
-        return self.allocator.full_attn_allocator.alloc(need)
-
-    def alloc_swa(self, need: int) -> Slots | None:
-        """`alloc` of the SWA side."""
-        return self.allocator.swa_attn_allocator.alloc(need)
-
-    def map(self, full: Slots, swa: Slots) -> None:
-        """`set_full_to_swa_mapping`."""
-        self.allocator.set_full_to_swa_mapping(full, swa)
-
-    def peers(self, slots: Slots) -> Slots:
-        """`translate_loc_from_full_to_swa`."""
-        return self.allocator.translate_loc_from_full_to_swa(slots)
-
-    def free_pages(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Free list and release list of each side."""
-        full, swa = self.allocator.full_attn_allocator, self.allocator.swa_attn_allocator
-        return all_free(full), all_free(swa)
-
-    def pending_pages(self) -> tuple[torch.Tensor, ...]:
-        """Pages queued on both sides, and the peers that the group has yet to capture."""
-        whole = self.allocator
-        first = whole.queued_peer_slots // whole.page_size * whole.page_size
-        slots = first[:, None] + torch.arange(whole.page_size, device=self.device)
-        queued = whole.full_to_swa_index_mapping[slots].amax(dim=1) // whole.page_size
-        swa = torch.cat([whole.swa_attn_allocator.pending_pages, queued[queued > 0]])
-        return whole.full_attn_allocator.pending_pages, torch.unique(swa)
-
-    def mapping(self) -> torch.Tensor:
-        """`full_to_swa_index_mapping`."""
-        return self.allocator.full_to_swa_index_mapping
-
-    def answers(self) -> Answers:
-        """Capacity in slots; geometry and capacity of the whole against the sides'."""
-        whole = self.allocator
-        full, swa = whole.full_attn_allocator, whole.swa_attn_allocator
-        rooms = (full.available_size(), swa.available_size())
-        pages = (rooms[0] // full.page_size, rooms[1] // swa.page_size)
-        return Answers(
-            available=whole.available_size(),
-            full_available=whole.full_available_size(),
-            swa_available=whole.swa_available_size(),
-            outer=(
-                whole.page_size,
-                whole.page_size,
-                whole.size,
-                whole.size_full,
-                whole.size_swa,
-                whole.full_available_size(),
-                whole.swa_available_size(),
-                int(whole.new_pages_available(*pages)),
-                int(whole.new_pages_available(pages[0] + 1, 0)),
-                int(whole.new_pages_available(0, pages[1] + 1)),
-            ),
-            inner=(
-                *(full.page_size, swa.page_size, min(full.size, swa.size), full.size, swa.size),
-                *rooms,
-                *(1, 0, 0),
-            ),
-        )
+RETRACTION_OPS = frozenset(("retract", "restore", "relocate"))
+"""Ops on the contents of logical slots, of which HiSparse pools hold few."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,14 +59,26 @@ class CoreParts:
     hybrid: Callable[..., SWATokenToKVPoolAllocator] = SWATokenToKVPoolAllocator
     token: Callable[..., TokenToKVPoolAllocator] = TokenToKVPoolAllocator
     paged: Callable[..., PagedTokenToKVPoolAllocator] = PagedTokenToKVPoolAllocator
-    pool: Callable[..., SWAKVPool] = SWAKVPool
+    pure: Callable[..., PureSWATokenToKVPoolAllocator] = PureSWATokenToKVPoolAllocator
+    hisparse: Callable[..., HiSparseTokenToKVPoolAllocator] = HiSparseTokenToKVPoolAllocator
+    compressed: Callable[..., CompressedHiSparseTokenToKVPoolAllocator] = (
+        CompressedHiSparseTokenToKVPoolAllocator
+    )
+    requests: Callable[..., ReqToTokenPool] = ReqToTokenPool
+    pools: PoolParts = field(default_factory=PoolParts)
 
 
 def core_contract(geometry: Geometry, *, validate: bool) -> Contract:
     """The widest contract: every op, every form, every hostile call that the build can see."""
-    kinds = set(OP_KINDS) if geometry.hybrid else set(OP_KINDS) - HYBRID_ONLY
+    out: frozenset[str] = frozenset()
+    if geometry.pure_swa:
+        out |= HYBRID_OPS - {"free_swa", "free_full"}
+    elif not geometry.hybrid:
+        out |= HYBRID_OPS
+    out |= RETRACTION_OPS if geometry.sparse else SPARSE_OPS
+    out |= frozenset() if geometry.saver else SAVER_OPS
     hostile = {name for name, call in HOSTILE_CALLS.items() if validate or not call.values}
-    return Contract(ops=frozenset(kinds), hostile=frozenset(hostile))
+    return Contract(ops=frozenset(OP_KINDS) - out, hostile=frozenset(hostile))
 
 
 def core_target(
@@ -281,27 +91,66 @@ def core_target(
 ) -> AllocatorTarget:
     """kvcore's allocator of ``geometry`` with a pool, empty."""
     parts = parts or CoreParts()
-    pool = build_pool(geometry, parts.pool, device)
-    stamped = StampedPool(pool)
-    allocator = _allocator(geometry, parts, pool, validate, device)
-    if isinstance(allocator, SWATokenToKVPoolAllocator):
-        dialect: Dialect = HybridDialect(allocator, stamped.device)
-    else:
-        dialect = SingleDialect(allocator, stamped.device)
-    hostile = CoreHostility(allocator, pool, geometry, stamped.device)
+    saver = parts.pools.saver() if geometry.saver else None
+    pool = build_pool(geometry, parts.pools, device, saver=saver)
+    allocator, dialect, stamped = _allocator(geometry, parts, pool, validate, device)
+    sparse = dialect if isinstance(dialect, HiSparseDialect | CompressedDialect) else None
+    requests = _requests(geometry, parts, allocator, device) if geometry.requests else None
+    probe = SaverProbe(saver, *stamped.ranges()) if saver is not None else None
+    hostile = CoreHostility(allocator, pool, geometry, stamped.device, probe)
     contract = core_contract(geometry, validate=validate)
-    return AllocatorTarget(name, geometry, contract, dialect, stamped, hostile)
+    return AllocatorTarget(
+        name,
+        geometry,
+        contract,
+        dialect,
+        stamped,
+        hostile,
+        sparse=sparse,
+        requests=requests,
+        memory=probe,
+    )
+
+
+def _requests(
+    geometry: Geometry, parts: CoreParts, allocator: BaseTokenToKVPoolAllocator, device: str
+) -> RequestRows:
+    pool = parts.requests(geometry.requests, geometry.context_len, device, False)
+    # Retraction is for pools that hold a row for every slot.
+    retraction = None if geometry.sparse else Retraction(allocator, pool, chunk_tokens=CHUNK_TOKENS)
+    return RequestRows(pool, retraction)
+
+
+Built = tuple[BaseTokenToKVPoolAllocator, Dialect, StampedPool]
+"""An allocator, how it is called, and its pool with the stamps."""
 
 
 def _allocator(
     geometry: Geometry, parts: CoreParts, pool: Pool, validate: bool, device: str
-) -> CoreAllocator:
+) -> Built:
     size, page, sort = geometry.full_size, geometry.page_size, geometry.need_sort
     kind = torch.int64
+    stamped = StampedPool(pool)
     if geometry.hybrid:
-        return parts.hybrid(
-            size, geometry.swa_size, page, kind, device, pool, sort, validate=validate
-        )
-    if page == 1:
-        return parts.token(size, kind, device, pool, sort, validate=validate)
-    return parts.paged(size, page, kind, device, pool, sort, validate=validate)
+        swa = geometry.swa_size
+        hybrid = parts.hybrid(size, swa, page, kind, device, pool, sort, validate=validate)
+        if not geometry.sparse:
+            return hybrid, HybridDialect(hybrid, stamped.device), stamped
+        entries = build_device_pool(geometry, device)
+        outer = parts.compressed(hybrid, entries, validate=validate)
+        dialect = CompressedDialect(outer, stamped.device)
+        return outer, dialect, StampedPool(pool, entries)
+    if geometry.pure_swa:
+        pure = parts.pure(size, page, kind, device, pool, sort, validate=validate)
+        return pure, PureDialect(pure, stamped.device), stamped
+    if geometry.sparse:
+        few = geometry.device_size
+        ratio = size // few
+        sparse = parts.hisparse(few, page, kind, device, pool, sort, ratio, validate=validate)
+        return sparse, HiSparseDialect(sparse, stamped.device), stamped
+    single = (
+        parts.token(size, kind, device, pool, sort, validate=validate)
+        if page == 1
+        else parts.paged(size, page, kind, device, pool, sort, validate=validate)
+    )
+    return single, SingleDialect(single, stamped.device), stamped

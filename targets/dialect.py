@@ -38,8 +38,11 @@ class Dialect(Protocol):
         """One slot more for each row of the batch."""
         ...
 
-    def swa_tail(self, before: int, after: int, last: int, tail: int) -> Slots | None:
-        """An extend of one row with peers for the last ``tail`` slots only."""
+    def swa_tail(
+        self, before: int, after: int, last: int, tail: int, beyond: int = 0
+    ) -> Slots | None:
+        """An extend of one row with peers for ``tail`` slots only: the last ones, but for
+        ``beyond`` after them."""
         ...
 
     def free(self, slots: Slots, form: Form, start: int) -> None:
@@ -104,4 +107,41 @@ class Dialect(Protocol):
 
     def answers(self) -> Answers:
         """What the public queries say."""
+        ...
+
+
+class SparseDialect(Protocol):
+    """Calls on the device slots of a HiSparse allocator, beside those of `Dialect`."""
+
+    def extend_logical(self, before: list[int], after: list[int], last: list[int]) -> Slots | None:
+        """`Dialect.extend` of logical slots alone."""
+        ...
+
+    def free_device(self, slots: Slots) -> None:
+        """The device slots of logical ``slots``."""
+        ...
+
+    def device_buffer(self, slots: Slots, need: int) -> Slots | None:
+        """The device slots of logical ``slots`` become a buffer of ``need`` device slots."""
+        ...
+
+    def free_buffer(self, buffer: Slots) -> None:
+        """Give a buffer back."""
+        ...
+
+    def device_slots(self, slots: Slots) -> Slots:
+        """The device slot of each logical slot; 0 for none, also for a slot without an entry of its
+        own."""
+        ...
+
+    def free_device_pages(self) -> torch.Tensor:
+        """Page ids in all free containers of the device side, int64."""
+        ...
+
+    def pending_device_pages(self) -> torch.Tensor:
+        """Device pages that wait for the end of the group."""
+        ...
+
+    def device_mapping(self) -> torch.Tensor:
+        """The mapping tensor of the device side."""
         ...

@@ -9,59 +9,42 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from dataclasses import replace
+from typing import Any
 
+import msgspec
 import torch
 
-from kvcore.models import Contract, Done, Geometry, Lent, Outcome, Raised, Refused, ops
+from kvcore.models import Contract, Done, Geometry, Lent, Outcome, Refused, ops
 from kvcore.models.ops import Form, Op
-from kvcore.targets.dialect import Dialect, Slots, as_tensor
+from kvcore.targets.attempt import CallRaised, attempt
+from kvcore.targets.dialect import Dialect, Slots, SparseDialect, as_tensor
 from kvcore.targets.hostile import HostileCaller
+from kvcore.targets.memory import SaverProbe
 from kvcore.targets.pool import StampedPool
 from kvcore.targets.protocol import View
+from kvcore.targets.requests import RequestRows
+from kvcore.targets.rows import SCRIBBLE, RowBook, some_of_each_page
 
 HELD_ANSWERS = 4
 """How many answers a caller keeps untouched, to see whether they change under it."""
 
-SCRIBBLE = 0
-"""What a caller leaves in a tensor that it overwrites: the padding slot, in range on every side."""
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-class CallRaised(Exception):
-    """The allocator or pool raised; carries the outcome."""
-
-    def __init__(self, outcome: Raised) -> None:
-        super().__init__(outcome.message)
-        self.outcome = outcome
-
-
-def attempt(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Make a call into the code on trial; whatever it raises becomes `CallRaised`."""
-    try:
-        return call(*args, **kwargs)
-    except Exception as error:
-        bases = tuple(base.__name__ for base in type(error).__mro__)
-        text = str(error).splitlines()
-        raised = Raised(type(error).__name__, text[0] if text else "", bases)
-        raise CallRaised(raised) from error
-
-
-def _some_of_each_page(slots: list[int], size: int, start: int) -> list[int]:
-    """One slot of each page, two of every other one, last page first; which ones varies."""
-    named: list[int] = []
-    for number, at in enumerate(range(0, len(slots), size)):
-        page = slots[at : at + size]
-        named.append(page[(start + number) % len(page)])
-        if number % 2 and len(page) > 1:
-            named.append(page[(start + number + 1) % len(page)])
-    return named[::-1]
+def _named(op: Op) -> list[int]:
+    """Sequences that grow by ``op``; a restored one is not among them, since its request row is
+    part of the restore."""
+    match op:
+        case ops.Alloc() | ops.SwaTail() | ops.LoadBack():
+            return [op.seq]
+        case ops.Extend() | ops.ExtendLogical():
+            return [seq for seq, _ in op.parts]
+        case _:
+            return []
 
 
 class AllocatorTarget:
-    """One allocator under one contract, with the pool that holds the stamps."""
+    """One allocator under one contract, with the pool that holds the stamps, and where there are
+    the device slots under it, the request pool and the memory saver."""
 
     def __init__(
         self,
@@ -71,6 +54,10 @@ class AllocatorTarget:
         dialect: Dialect,
         pool: StampedPool,
         hostile: HostileCaller | None = None,
+        *,
+        sparse: SparseDialect | None = None,
+        requests: RequestRows | None = None,
+        memory: SaverProbe | None = None,
     ) -> None:
         self.name = name
         self.geometry = geometry
@@ -78,9 +65,12 @@ class AllocatorTarget:
         self._dialect = dialect
         self._pool = pool
         self._hostile = hostile
-        self._rows: dict[int, list[int]] = {}
-        self._ghosts: dict[int, list[int]] = {}
+        self._sparse = sparse
+        self._requests = requests
+        self._memory = memory
+        self._rows = RowBook(geometry.page_size)
         self._backups: dict[int, tuple[int, Any]] = {}
+        self._buffers: dict[int, torch.Tensor] = {}
         self._stamps = 0
         self._answers = 0
         self._held: deque[tuple[int, torch.Tensor]] = deque(maxlen=HELD_ANSWERS)
@@ -88,27 +78,74 @@ class AllocatorTarget:
     def apply(self, op: Op) -> Outcome:
         """Make the calls of ``op``."""
         try:
-            return self._apply(op)
+            if self._requests is None:
+                return self._apply(op)
+            return self._apply_with_rows(op, self._requests)
         except CallRaised as caught:
             return caught.outcome
 
     def view(self, *, stamps: bool) -> View:
         """A frozen copy of free lists, mapping, counters and, if asked, the pools' contents."""
         full, swa = self._dialect.free_pages()
+        shown = stamps and not self._paused()
+        sparse, requests = self._sparse, self._requests
+        pending = self._dialect.pending_pages() if stamps else ()
+        nothing = full[:0]
+        answers = self._dialect.answers()
+        if requests is not None:
+            answers = replace(answers, requests_available=requests.available())
         return View(
             full_free=full,
             swa_free=swa,
             mapping=self._dialect.mapping(),
-            stamps=self._pool.contents() if stamps else (),
-            pending=self._dialect.pending_pages() if stamps else (),
+            stamps=self._pool.contents() if shown else (),
+            streams=self._pool.streams,
+            pending=(*pending, sparse.pending_device_pages()) if pending and sparse else pending,
             held=dict(self._held),
-            answers=self._dialect.answers(),
+            answers=answers,
+            device=(sparse.free_device_pages(), sparse.device_mapping()) if sparse else None,
+            requests=(requests.free_rows(), requests.table() if stamps else nothing)
+            if requests is not None
+            else None,
+            memory=self._memory.view(*self._pool.ranges())
+            if stamps and self._memory is not None
+            else None,
         )
 
     def close(self) -> None:
-        """Drop rows, backups and held tensors."""
-        self._rows, self._backups = {}, {}
+        """Drop rows, backups, buffers, held tensors and reserved memory."""
+        self._backups, self._buffers = {}, {}
         self._held.clear()
+        if self._memory is not None:
+            self._memory.close()
+
+    def _paused(self) -> bool:
+        return self._memory is not None and self._memory.paused("kv_cache")
+
+    def _apply_with_rows(self, op: Op, requests: RequestRows) -> Outcome:
+        """Take a request row for each new sequence, make the calls, and write down in the request
+        pool what the rows hold then."""
+        new = [seq for seq in _named(op) if seq not in self._rows.slots]
+        if new and not attempt(requests.begin, new):
+            return Refused()
+        outcome: Outcome | None = None
+        try:
+            outcome = self._apply(op)
+        finally:
+            if not isinstance(outcome, Lent):
+                for seq in new:
+                    attempt(requests.end, seq)
+        for seq in self._rows.changed:
+            if seq in self._rows.slots:
+                attempt(requests.write, seq, self._tensor(self._rows.slots[seq]))
+            else:
+                attempt(requests.end, seq)
+        self._rows.changed.clear()
+        if isinstance(op, ops.Restore):
+            new = [op.seq]
+        if isinstance(outcome, Lent) and new:
+            return msgspec.structs.replace(outcome, requests=requests.rows_of(new))
+        return outcome
 
     def _apply(self, op: Op) -> Outcome:
         match op:
@@ -127,42 +164,78 @@ class AllocatorTarget:
                 return self._load_back_swa(op)
             case ops.Restore():
                 return self._restore(op)
+            case ops.Relocate():
+                return self._relocate(op)
             case ops.Hostile():
                 return self._be_hostile(op)
+            case ops.ExtendLogical() | ops.DeviceBuffer() | ops.FreeDevice() | ops.FreeBuffer():
+                return self._apply_sparse(op)
+            case ops.Reserve() | ops.Drop() | ops.Pause() | ops.Resume():
+                self._apply_memory(op)
+                return Done()
             case _:
                 self._give_back(op)
                 return Done()
+
+    def _apply_memory(self, op: ops.Reserve | ops.Drop | ops.Pause | ops.Resume) -> None:
+        memory = self._memory
+        if memory is None:
+            raise RuntimeError(f"{self.name} has no memory saver; its contract must not name one")
+        match op:
+            case ops.Reserve():
+                attempt(memory.reserve, op.region, op.memory, op.size)
+            case ops.Drop():
+                attempt(memory.drop, op.region)
+            case ops.Pause():
+                attempt(memory.pause, op.memory)
+            case ops.Resume():
+                attempt(memory.resume, op.memory)
+
+    def _apply_sparse(
+        self, op: ops.ExtendLogical | ops.DeviceBuffer | ops.FreeDevice | ops.FreeBuffer
+    ) -> Outcome:
+        sparse = self._sparse
+        if sparse is None:
+            raise RuntimeError(f"{self.name} has no device slots; its contract must not name them")
+        match op:
+            case ops.ExtendLogical():
+                slots = attempt(sparse.extend_logical, *self._rows.batch(op.parts))
+                return self._lend(slots, list(op.parts), op)
+            case ops.DeviceBuffer():
+                need = op.pages * self.geometry.device_page_size
+                row = self._tensor(self._rows.slots[op.seq])
+                buffer = attempt(sparse.device_buffer, row, need)
+                if buffer is None:
+                    return Refused()
+                self._buffers[op.buffer] = buffer
+                self._answers += 1
+                self._held.append((self._answers, buffer))
+                return Lent(tuple(buffer.tolist()))
+            case ops.FreeDevice():
+                self._free(lambda slots, form, start: sparse.free_device(slots), op)
+            case ops.FreeBuffer():
+                attempt(sparse.free_buffer, self._buffers.pop(op.buffer))
+        return Done()
 
     # Ops that lend.
 
     def _tensor(self, slots: list[int]) -> Slots:
         return as_tensor(slots, self._pool.device)
 
-    def _last(self, seq: int) -> int:
-        row = self._rows.get(seq)
-        return row[-1] if row else -1
-
-    def _length(self, seq: int) -> int:
-        return len(self._rows.get(seq, ()))
-
     def _extend(self, op: ops.Extend) -> Outcome:
-        before = [self._length(seq) for seq, _ in op.parts]
-        after = [n + tokens for n, (_, tokens) in zip(before, op.parts, strict=True)]
-        last = [self._last(seq) for seq, _ in op.parts]
-        slots = attempt(self._dialect.extend, before, after, last)
+        slots = attempt(self._dialect.extend, *self._rows.batch(op.parts))
         return self._lend(slots, list(op.parts), op)
 
     def _decode(self, op: ops.Decode) -> Outcome:
-        after = [self._length(seq) + 1 for seq in op.seqs]
-        last = [self._last(seq) for seq in op.seqs]
+        after = [self._rows.length(seq) + 1 for seq in op.seqs]
+        last = [self._rows.last(seq) for seq in op.seqs]
         slots = attempt(self._dialect.decode, after, last)
         return self._lend(slots, [(seq, 1) for seq in op.seqs], op)
 
     def _swa_tail(self, op: ops.SwaTail) -> Outcome:
-        before = self._length(op.seq)
-        slots = attempt(
-            self._dialect.swa_tail, before, before + op.tokens, self._last(op.seq), op.tail
-        )
+        before = self._rows.length(op.seq)
+        row = (before, before + op.tokens, self._rows.last(op.seq))
+        slots = attempt(self._dialect.swa_tail, *row, op.tail, op.beyond)
         return self._lend(slots, [(op.seq, op.tokens)], op)
 
     def _load_back(self, op: ops.LoadBack) -> Outcome:
@@ -180,7 +253,7 @@ class AllocatorTarget:
         return self._lend(full, [(op.seq, full_need)], op)
 
     def _load_back_swa(self, op: ops.LoadBackSwa) -> Outcome:
-        slots = self._span(op.seq, op.start, op.stop)
+        slots = self._rows.span(op.seq, op.start, op.stop)
         swa = attempt(self._dialect.alloc_swa, len(slots))
         if swa is None:
             return Refused()
@@ -192,28 +265,54 @@ class AllocatorTarget:
 
     def _restore(self, op: ops.Restore) -> Outcome:
         tokens, copy = self._backups[op.backup]
+        if self._requests is not None:
+            evicted: int = copy.swa_evicted_seqlen
+            slots = attempt(self._requests.restore, copy, op.seq, evicted=evicted)
+            if slots is None:
+                return Refused()
+            del self._backups[op.backup]
+            return self._restored(op, slots, evicted if self.geometry.pure_swa else 0)
         if op.tail is None:
             slots = attempt(self._dialect.extend, [0], [tokens], [-1])
         else:
             slots = attempt(self._dialect.swa_tail, 0, tokens, -1, op.tail)
         outcome = self._lend(slots, [(op.seq, tokens)], op)
         if slots is not None:
-            attempt(self._pool.restore, copy, self._tensor(self._rows[op.seq]))
+            attempt(self._pool.restore, copy, self._tensor(self._rows.slots[op.seq]))
             del self._backups[op.backup]
         return outcome
+
+    def _restored(self, op: ops.Restore, slots: Slots, missing: int) -> Outcome:
+        """A request that came back; its first ``missing`` tokens name no slot."""
+        outcome = self._lend(slots[missing:].clone(), [(op.seq, len(slots) - missing)], op)
+        self._rows.put_before(op.seq, missing // self.geometry.page_size)
+        return outcome
+
+    def _relocate(self, op: ops.Relocate) -> Outcome:
+        """New slots, the move, and the old slots go, those without a peer alone."""
+        tokens = self._rows.length(op.seq)
+        slots = attempt(self._dialect.extend, [0], [tokens], [-1])
+        if slots is None:
+            return Refused()
+        attempt(self._pool.move, slots, self._tensor(self._rows.slots[op.seq]))
+        self._free_row(op.seq)
+        self._rows.leave(op.seq, 0, None)
+        return self._lend(slots, [(op.seq, tokens)], op)
 
     def _lend(self, slots: Slots | None, parts: list[tuple[int, int]], op: Op) -> Outcome:
         """Record an answer: rows grow by their parts in order, and the new tokens are stamped."""
         if slots is None:
             return Refused()
         lent = slots.tolist()
-        outcome = Lent(tuple(lent), tuple(self._peers(slots)))
+        outcome = Lent(tuple(lent), tuple(self._peers(slots)), self._device_slots(slots))
         at = 0
         for seq, count in parts:
-            self._rows.setdefault(seq, []).extend(lent[at : at + count])
+            self._rows.grow(seq, lent[at : at + count])
             at += count
-        if not isinstance(op, ops.Restore):
-            attempt(self._pool.stamp, slots, self._next_stamps(len(lent)))
+        if not isinstance(op, ops.Restore | ops.Relocate):
+            stamps = self._next_stamps(len(lent))
+            if not self._paused():
+                attempt(self._pool.stamp, slots, stamps)
         self._answers += 1
         if isinstance(op, ops.Alloc | ops.Extend | ops.Decode) and op.overwrite:
             slots.fill_(SCRIBBLE)
@@ -227,6 +326,11 @@ class AllocatorTarget:
         peers: list[int] = attempt(self._dialect.peers, slots).tolist()
         return peers
 
+    def _device_slots(self, slots: Slots) -> tuple[int, ...]:
+        if self._sparse is None:
+            return ()
+        return tuple(attempt(self._sparse.device_slots, slots).tolist())
+
     def _next_stamps(self, count: int) -> torch.Tensor:
         first = self._stamps + 1
         self._stamps += count
@@ -234,29 +338,18 @@ class AllocatorTarget:
 
     # Ops that give back.
 
-    def _span(self, seq: int, start: int, stop: int | None) -> list[int]:
-        size = self.geometry.page_size
-        return self._rows[seq][start * size : None if stop is None else stop * size]
-
-    def _leave(self, seq: int, start: int, stop: int | None) -> None:
-        """Pages ``[start, stop)`` leave the row, which closes up."""
-        size = self.geometry.page_size
-        self._ghosts[seq] = self._span(seq, start, stop)
-        row = self._rows[seq]
-        del row[start * size : None if stop is None else stop * size]
-        if not row:
-            del self._rows[seq]
-
     def _give_back(self, op: Op) -> None:
         match op:
             case ops.Free():
                 self._free(self._dialect.free, op)
-                self._leave(op.seq, op.start, op.stop)
+                self._rows.leave(op.seq, op.start, op.stop)
             case ops.FreeSwa():
                 self._free(self._dialect.free_swa, op)
+                if self.geometry.pure_swa:
+                    self._rows.leave_behind(op.seq, op.start, op.stop)
             case ops.FreeFull():
                 self._free(self._dialect.free_full, op)
-                self._leave(op.seq, op.start, op.stop)
+                self._rows.leave(op.seq, op.start, op.stop)
             case ops.GroupBegin():
                 attempt(self._dialect.group_begin)
             case ops.GroupEnd():
@@ -267,57 +360,85 @@ class AllocatorTarget:
                 self._retract(op)
             case ops.Clear():
                 attempt(self._dialect.clear)
-                self._ghosts.update(self._rows)
-                self._rows = {}
+                if self._requests is not None:
+                    attempt(self._requests.clear)
+                self._rows.clear()
+                self._buffers = {}
                 self._held.clear()
 
-    def _free(
-        self, call: Callable[[Slots, Form, int], None], op: ops.Free | ops.FreeSwa | ops.FreeFull
-    ) -> None:
+    def _free(self, call: Callable[[Slots, Form, int], None], op: ops.PagesOp) -> None:
         size = self.geometry.page_size
-        slots = self._span(op.seq, op.start, op.stop)
+        slots = self._rows.span(op.seq, op.start, op.stop)
         if op.form == "sparse":
-            slots = _some_of_each_page(slots, size, op.seq)
+            slots = some_of_each_page(slots, size, op.seq)
+        if self.geometry.pure_swa and op.kind == "free_full" and 0 in slots:
+            # What a restored request does without names the padding page: there is nothing to give
+            # back, and nobody does.
+            return
         tensor = self._tensor(slots)
         attempt(call, tensor, op.form, op.start * size)
         if op.overwrite:
             tensor.fill_(SCRIBBLE)
 
     def _recover(self, op: ops.Recover) -> None:
-        size = self.geometry.page_size
-        kept = self._span(op.kept, op.kept_start, op.kept_start + op.pages)
-        incoming = self._span(op.incoming, op.incoming_start, op.incoming_start + op.pages)
+        rows = self._rows
+        kept = rows.span(op.kept, op.kept_start, op.kept_start + op.pages)
+        incoming = rows.span(op.incoming, op.incoming_start, op.incoming_start + op.pages)
         if op.locked:
             attempt(self._dialect.recover, self._tensor(kept), self._tensor(incoming))
-            self._ghosts[op.incoming] = incoming
+            rows.ghosts[op.incoming] = incoming
         else:
             attempt(self._dialect.replace, self._tensor(kept))
-            self._ghosts[op.kept] = kept
-            at = op.kept_start * size
-            self._rows[op.kept][at : at + len(kept)] = incoming
-        row = self._rows[op.incoming]
-        del row[op.incoming_start * size : (op.incoming_start + op.pages) * size]
-        if not row:
-            del self._rows[op.incoming]
+            rows.ghosts[op.kept] = kept
+            rows.take_over(op.kept, op.kept_start, incoming)
+        rows.give_away(op.incoming, op.incoming_start, op.incoming_start + op.pages)
 
     def _retract(self, op: ops.Retract) -> None:
         """The copy is taken first; then live pages go with their peers, tombstones alone."""
-        row = self._rows[op.seq]
+        row = self._rows.slots[op.seq]
+        if self._requests is not None:
+            kept = attempt(self._requests.retract, op.seq, evicted=self._evicted(op.seq))
+            self._backups[op.backup] = (len(row), kept)
+            self._rows.leave(op.seq, 0, None)
+            return
         slots = self._tensor(row)
         copy = attempt(self._pool.backup, slots)
         self._backups[op.backup] = (len(row), copy)
-        for start, stop, live in self._runs(row):
+        self._free_row(op.seq)
+        self._rows.leave(op.seq, 0, None)
+
+    def _free_row(self, seq: int) -> None:
+        """Live pages go with their peers, tombstones alone where callers tell them apart."""
+        row = self._rows.slots[seq]
+        for start, stop, live in self._runs(seq):
             call = self._dialect.free if live else self._dialect.free_full
             attempt(call, self._tensor(row[start:stop]), "slots", start)
-        self._leave(op.seq, 0, None)
 
-    def _runs(self, row: list[int]) -> list[tuple[int, int, bool]]:
+    def _evicted(self, seq: int) -> int:
+        """Tokens in the whole pages at the front that have no peer, or are gone."""
+        size = self.geometry.page_size
+        whole = self._rows.length(seq) // size
+        if self.geometry.pure_swa:
+            gone = self._rows.left_behind(seq)
+            return next((page for page in range(whole) if page not in gone), whole) * size
+        if not self.geometry.hybrid:
+            return 0
+        row = self._rows.slots[seq]
+        first = [row[page * size : (page + 1) * size] for page in range(whole)]
+        live = [any(self._peers(self._tensor(slots))) for slots in first]
+        return (live.index(True) if True in live else whole) * size
+
+    def _runs(self, seq: int) -> list[tuple[int, int, bool]]:
         """The row cut into runs of pages with and without a peer, if callers must tell them
         apart; otherwise the row whole."""
-        if "slots" not in self.contract.live_frees or not self.geometry.hybrid:
+        row, size = self._rows.slots[seq], self.geometry.page_size
+        if self.geometry.pure_swa:
+            gone = self._rows.left_behind(seq)
+            live = [page not in gone for page in range(self._rows.pages(seq))]
+        elif "slots" in self.contract.live_frees and self.geometry.hybrid:
+            live = [peer != 0 for peer in self._peers(self._tensor(row[::size]))]
+        else:
             return [(0, len(row), True)]
-        size = self.geometry.page_size
-        live = [peer != 0 for peer in self._peers(self._tensor(row[::size]))]
         runs: list[tuple[int, int, bool]] = []
         for page, alive in enumerate(live):
             start, stop = page * size, min((page + 1) * size, len(row))
@@ -334,8 +455,8 @@ class AllocatorTarget:
             )
         call = self._hostile.prepare(
             op.call,
-            rows=self._rows,
-            ghost=self._ghosts.get(op.seq, []),
+            rows=self._rows.slots,
+            ghost=self._rows.ghosts.get(op.seq, []),
             backup=self._backups.get(op.seq),
             seq=op.seq,
             other=op.other,

@@ -13,16 +13,22 @@ from typing import Any, Protocol
 import torch
 
 from kvcore import (
+    BaseTokenToKVPoolAllocator,
+    CompressedHiSparseTokenToKVPoolAllocator,
+    HiSparseTokenToKVPoolAllocator,
+    PureSWATokenToKVPoolAllocator,
     RetractionBackup,
     SWATokenToKVPoolAllocator,
 )
 from kvcore.allocator.single import SinglePoolAllocator
 from kvcore.models import Geometry
-from kvcore.targets.pool import Pool
+from kvcore.targets.memory import SaverProbe
+from kvcore.targets.pool import FULL_LAYER, SWA_LAYER, Pool
 
 Call = Callable[[], object]
 
-CoreAllocator = SinglePoolAllocator | SWATokenToKVPoolAllocator
+Hybrid = SWATokenToKVPoolAllocator | CompressedHiSparseTokenToKVPoolAllocator
+OnePool = SinglePoolAllocator | PureSWATokenToKVPoolAllocator | HiSparseTokenToKVPoolAllocator
 
 
 class HostileCaller(Protocol):
@@ -45,12 +51,13 @@ class HostileCaller(Protocol):
 
 @dataclass(slots=True)
 class CoreHostility:
-    """Hostile calls on a kvcore allocator and its pool."""
+    """Hostile calls on a kvcore allocator, its pool, and the memory saver if there is one."""
 
-    allocator: CoreAllocator
+    allocator: BaseTokenToKVPoolAllocator
     pool: Pool
     geometry: Geometry
     device: torch.device
+    memory: SaverProbe | None = None
 
     def prepare(
         self,
@@ -90,7 +97,30 @@ class CoreHostility:
             case "restore_short":
                 return self._restore_short(backup)
             case _:
-                return self._lending(call) or self._mapping(call, row, second, ghost)
+                paused = self._paused(call, backup)
+                return paused or self._lending(call) or self._mapping(call, row, second, ghost)
+
+    def _paused(self, call: str, backup: tuple[int, Any] | None) -> Call | None:
+        """Calls on memory that is paused."""
+        pool, slots = self.pool, self._slots([1])
+        layer = SWA_LAYER if self.geometry.pure_swa else FULL_LAYER
+        match call:
+            case "read_paused":
+                return lambda: pool.get_kv_buffer(layer)
+            case "write_paused":
+                row = torch.zeros((1, 1, 1), dtype=torch.int64, device=self.device)
+                return lambda: pool.set_kv_buffer(layer, slots, row, row)
+            case "copy_paused":
+                return lambda: pool.get_cpu_copy(slots)
+            case "move_paused":
+                return lambda: pool.move_kv_cache(slots, slots)
+            case "reserve_paused":
+                if self.memory is None:
+                    raise KeyError("reserve_paused needs a memory saver")
+                memory = self.memory
+                return lambda: memory.reserve(-1, "kv_cache", 1)
+            case _:
+                return None
 
     def _lending(self, call: str) -> Call | None:
         size = self.geometry.page_size
@@ -141,8 +171,8 @@ class CoreHostility:
             case _:
                 raise KeyError(call)
 
-    def _hybrid(self) -> SWATokenToKVPoolAllocator:
-        if not isinstance(self.allocator, SWATokenToKVPoolAllocator):
+    def _hybrid(self) -> Hybrid:
+        if not isinstance(self.allocator, Hybrid):
             raise TypeError("only a hybrid allocator has a mapping")
         return self.allocator
 
@@ -159,9 +189,9 @@ class CoreHostility:
         return lambda: copy.restore(self.pool, self._slots([1] * (tokens - 1)))
 
     def _resize(self) -> None:
-        if isinstance(self.allocator, SWATokenToKVPoolAllocator):
+        if isinstance(self.allocator, Hybrid):
             self.allocator.resize(size=-1, size_swa=self.geometry.swa_size)
-        else:
+        elif isinstance(self.allocator, OnePool):
             self.allocator.resize(size=-1)
 
     def _extend(self, before: list[int], after: list[int], last: list[int], total: int) -> None:

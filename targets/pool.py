@@ -1,76 +1,193 @@
 """The pool under a target: one layer of each kind, whose rows hold the stamps.
 
-Small int64 pools, so that a stamp is exact.
-Leaves out pools of other kinds (MLA, DSA).
+Small int64 pools, so that a stamp is exact; index-K keeps bytes, of which a token's stamp takes the
+first four of its key and the four of its scale. Leaves out fp8 storage: a stamp would not fit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from kvcore import MHATokenToKVPool, RetractionBackup, SWAKVPool
+from kvcore import (
+    CompressedKVPool,
+    DSATokenToKVPool,
+    HiSparseKVPool,
+    HostMemorySaver,
+    MemorySaver,
+    MHATokenToKVPool,
+    MLATokenToKVPool,
+    NoMemorySaver,
+    RetractionBackup,
+    SWAKVPool,
+)
 from kvcore.models import Geometry
+from kvcore.pools import SlotPool
+from kvcore.targets.protocol import Side, Stream
 
 FULL_LAYER = 0
 SWA_LAYER = 1
+INDEX_HEAD_DIM = 128
+"""The narrowest index-K that has a scale."""
 
-Pool = MHATokenToKVPool | SWAKVPool
-HybridPoolClass = Callable[..., SWAKVPool]
+LATENT: dict[str, Any] = {"kv_lora_rank": 1, "qk_rope_head_dim": 1}
+"""The narrowest latent row that has both parts."""
+
+Pool = SlotPool | SWAKVPool
+
+
+@dataclass(frozen=True, slots=True)
+class PoolParts:
+    """The classes that a pool is built from; a faulty variant replaces one or two."""
+
+    hybrid: Callable[..., SWAKVPool] = SWAKVPool
+    mha: Callable[..., SlotPool] = MHATokenToKVPool
+    mla: Callable[..., SlotPool] = MLATokenToKVPool
+    dsa: Callable[..., SlotPool] = DSATokenToKVPool
+    saver: Callable[[], MemorySaver] = HostMemorySaver
+
+    def layers(self, geometry: Geometry) -> tuple[Callable[..., SlotPool], dict[str, Any]]:
+        """The class of a pool of this kind of attention, and its dimensions: as narrow as can
+        be."""
+        match geometry.attention:
+            case "mha":
+                return self.mha, {"head_num": 1, "head_dim": 1}
+            case "mla":
+                return self.mla, LATENT
+            case "dsa":
+                return self.dsa, {**LATENT, "index_head_dim": INDEX_HEAD_DIM, "kv_cache_dim": 2}
 
 
 def build_pool(
-    geometry: Geometry, hybrid_class: HybridPoolClass = SWAKVPool, device: str = "cpu"
+    geometry: Geometry,
+    parts: PoolParts | None = None,
+    device: str = "cpu",
+    *,
+    saver: MemorySaver | None = None,
 ) -> Pool:
-    """An int64 pool of ``geometry`` with one layer a kind, one head, width one."""
-    if not geometry.hybrid:
-        return MHATokenToKVPool(
-            geometry.full_size, geometry.page_size, torch.int64, 1, 1, 1, device, False
+    """An int64 pool of ``geometry`` with one layer a kind; with ``saver`` under that saver."""
+    parts = parts or PoolParts()
+    kind, sizes = parts.layers(geometry)
+    shared: dict[str, Any] = {
+        "page_size": geometry.page_size,
+        "dtype": torch.int64,
+        "device": device,
+        "enable_memory_saver": saver is not None,
+        "memory_saver": saver if saver is not None else NoMemorySaver(),
+    }
+    if geometry.sparse and geometry.compress == 1:
+        ratio = geometry.full_pages // geometry.device_pages
+        return HiSparseKVPool(
+            geometry.device_size, layer_num=1, host_to_device_ratio=ratio, **LATENT, **shared
         )
-    return hybrid_class(
+    if not geometry.slides:
+        return kind(geometry.full_size, layer_num=1, **sizes, **shared)
+    swa_size = geometry.full_size if geometry.pure_swa else geometry.swa_size
+    return parts.hybrid(
         geometry.full_size,
-        geometry.swa_size,
-        geometry.page_size,
-        torch.int64,
-        1,
-        1,
+        swa_size,
+        head_num=1,
+        head_dim=1,
         swa_attention_layer_ids=[SWA_LAYER],
-        full_attention_layer_ids=[FULL_LAYER],
+        full_attention_layer_ids=[] if geometry.pure_swa else [FULL_LAYER],
+        full_kv_pool_class=kind,
+        swa_kv_pool_class=kind,
+        full_kv_pool_kwargs=sizes,
+        swa_kv_pool_kwargs=sizes,
+        **shared,
+    )
+
+
+def build_device_pool(geometry: Geometry, device: str = "cpu") -> CompressedKVPool:
+    """The pool of compressed entries under a hybrid one."""
+    return CompressedKVPool(
+        geometry.device_size,
+        geometry.device_page_size,
+        torch.int64,
+        layer_num=1,
         device=device,
+        enable_memory_saver=False,
+        **LATENT,
     )
 
 
 class StampedPool:
-    """Reads and writes stamps: K of a token's row holds the stamp, V its negative."""
+    """Reads and writes stamps: in every stream a token's row holds the stamp or its negative."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: Pool, device_pool: CompressedKVPool | None = None) -> None:
         self._pool = pool
-        layers = (FULL_LAYER, SWA_LAYER) if isinstance(pool, SWAKVPool) else (FULL_LAYER,)
-        buffers = (buffer for layer in layers for buffer in pool.get_kv_buffer(layer))
-        self._rows = tuple(buffer.view(-1) for buffer in buffers)
+        parts = list(_streams(pool))
+        if device_pool is not None:
+            parts += _latent_streams(device_pool, "device")
+            self._device_pool: CompressedKVPool | HiSparseKVPool | None = device_pool
+        else:
+            self._device_pool = pool if isinstance(pool, HiSparseKVPool) else None
+        self.streams = tuple(stream for stream, _ in parts)
+        self._rows = tuple(rows for _, rows in parts)
         self.device = self._rows[0].device
 
     def contents(self) -> tuple[torch.Tensor, ...]:
-        """Every buffer's rows as a flat int64 tensor, in the order of `STAMP_KINDS`."""
-        return self._rows
+        """Every stream's rows as a flat int64 tensor, in the order of `streams`."""
+        return tuple(
+            rows if rows.dtype == torch.int64 and rows.is_contiguous() else _flat(rows)
+            for rows in self._rows
+        )
+
+    def ranges(self) -> tuple[list[int], list[int]]:
+        """Addresses and lengths in bytes of every buffer of the pool."""
+        pool = self._pool
+        parts = [pool.full_kv_pool, pool.swa_kv_pool] if isinstance(pool, SWAKVPool) else [pool]
+        addresses: list[int] = []
+        lengths: list[int] = []
+        for part in parts:
+            infos = [part.get_contiguous_buf_infos()]
+            if isinstance(part, DSATokenToKVPool):
+                infos.append(part.get_state_buf_infos())
+            for found, sizes, _ in infos:
+                addresses += found
+                lengths += sizes
+        return addresses, lengths
 
     def stamp(self, slots: torch.Tensor, stamps: torch.Tensor) -> None:
         """Write stamps into the rows of full ``slots`` and of their peers, as attention kernels do:
         straight into the buffers, each layer kind by its own rows."""
-        values = -stamps
-        keys_at, values_at = self._rows[:2]
-        keys_at[slots], values_at[slots] = stamps, values
+        places: dict[Side, torch.Tensor] = {"full": slots}
         if isinstance(self._pool, SWAKVPool):
-            peers = self._pool.translate_loc_from_full_to_swa(slots)
-            keys_at, values_at = self._rows[2:]
-            keys_at[peers], values_at[peers] = stamps, values
+            places["SWA"] = self._pool.translate_loc_from_full_to_swa(slots)
+        values = {1: stamps, -1: -stamps}
+        for stream, rows in zip(self.streams, self._rows, strict=True):
+            if stream.side == "device":
+                continue
+            _put(rows, places[stream.side], values[stream.sign])
+        if self._device_pool is not None:
+            self._stamp_device(self._device_pool, slots, stamps)
+
+    def _stamp_device(
+        self, pool: CompressedKVPool | HiSparseKVPool, slots: torch.Tensor, stamps: torch.Tensor
+    ) -> None:
+        """The device rows of the tokens that have one."""
+        each = pool.compress_ratio
+        entries = pool.translate_loc_from_full_to_compressed(slots)
+        places = pool.translate_loc_to_hisparse_device(entries)
+        own = stamps[(slots + 1) % each == 0]
+        for stream, rows in zip(self.streams, self._rows, strict=True):
+            if stream.side == "device":
+                rows[places] = stream.sign * own
 
     def stamp_swa(self, slots: torch.Tensor, stamps: torch.Tensor) -> None:
-        """Write stamps into the rows of the peers of full ``slots`` alone, by the pool's call."""
-        rows = stamps.view(-1, 1, 1)
-        self._pool.set_kv_buffer(SWA_LAYER, slots, rows, -rows)
+        """Write stamps into the rows of the peers of full ``slots`` alone."""
+        assert isinstance(self._pool, SWAKVPool)
+        peers = self._pool.translate_loc_from_full_to_swa(slots)
+        for stream, rows in zip(self.streams, self._rows, strict=True):
+            if stream.side == "SWA":
+                _put(rows, peers, stream.sign * stamps)
+
+    def move(self, targets: torch.Tensor, sources: torch.Tensor) -> None:
+        """`move_kv_cache`."""
+        self._pool.move_kv_cache(targets, sources)
 
     def backup(self, slots: torch.Tensor) -> RetractionBackup[Any]:
         """Host copy of the rows of ``slots``, every kind of layer."""
@@ -79,3 +196,58 @@ class StampedPool:
     def restore(self, backup: RetractionBackup[Any], slots: torch.Tensor) -> None:
         """Write a host copy into ``slots``."""
         backup.restore(self._pool, slots)
+
+
+Streams = list[tuple[Stream, torch.Tensor]]
+"""Streams, each with its rows: a view of the buffer, `[slots]`, or `[pages, slots a page]` where
+pages are rows of it."""
+
+
+def _flat(rows: torch.Tensor) -> torch.Tensor:
+    return rows.reshape(-1).to(torch.int64)
+
+
+def _put(rows: torch.Tensor, slots: torch.Tensor, values: torch.Tensor) -> None:
+    if rows.dim() == 1:
+        rows[slots] = values.to(rows.dtype)
+    else:
+        size = rows.shape[1]
+        rows[slots // size, slots % size] = values.to(rows.dtype)
+
+
+def _streams(pool: Pool) -> Streams:
+    if not isinstance(pool, SWAKVPool):
+        return _layer_streams(pool, "device" if isinstance(pool, HiSparseKVPool) else "full")
+    if pool.full_kv_pool.layer_num == 0:
+        # Every layer slides: the slots that are lent are those of the only pool there is.
+        return _layer_streams(pool.swa_kv_pool, "full")
+    return [*_layer_streams(pool.full_kv_pool, "full"), *_layer_streams(pool.swa_kv_pool, "SWA")]
+
+
+def _layer_streams(pool: SlotPool, side: Side) -> Streams:
+    """The streams of a pool of one layer."""
+    if not isinstance(pool, MLATokenToKVPool):
+        keys, values = pool.get_kv_buffer(pool.start_layer)
+        names = (Stream(f"{side} K", side, 1), Stream(f"{side} V", side, -1))
+        return list(zip(names, (keys.view(-1), values.view(-1)), strict=True))
+    streams = _latent_streams(pool, side)
+    return streams + (_index_streams(pool, side) if isinstance(pool, DSATokenToKVPool) else [])
+
+
+def _latent_streams(pool: MLATokenToKVPool, side: Side) -> Streams:
+    rows = pool.kv_buffer[0].view(-1, 2)
+    return [
+        (Stream(f"{side} latent", side, 1), rows[:, 0]),
+        (Stream(f"{side} rope", side, -1), rows[:, 1]),
+    ]
+
+
+def _index_streams(pool: DSATokenToKVPool, side: Side) -> Streams:
+    """A page is a row of words: first the keys of its tokens, then their scales."""
+    words = pool.index_k_with_scale_buffer[0].view(torch.int32)
+    size, key = pool.page_size, INDEX_HEAD_DIM // 4
+    keys, scales = words[:, : size * key : key], words[:, size * key :]
+    return [
+        (Stream(f"{side} index-K", side, 1), keys),
+        (Stream(f"{side} index-K scale", side, -1), scales),
+    ]

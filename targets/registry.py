@@ -77,9 +77,29 @@ def may_crash(name: str) -> bool:
     return name.startswith(("sglang:", "python:"))
 
 
-def hybrid_only(name: str) -> bool:
-    """Whether the target has no single-pool form."""
-    return not name.startswith("kvcore")
+MACHINES = (
+    "hybrid",
+    "single pool",
+    "pure SWA",
+    "HiSparse",
+    "compressed HiSparse",
+    "MLA and DSA pools",
+    "request pool",
+    "memory saver",
+    "composed",
+)
+"""Every machine, see `kvcore.strategies.machines`."""
+
+
+def machines(name: str) -> tuple[str, ...]:
+    """The machines that a target can be put on trial with: ours with all, a known fault with the
+    one that shows it, foreign ones as hybrid allocators, or if they are none as single pools."""
+    if name.startswith("kvcore"):
+        return MACHINES
+    family, _, rest = name.partition(":")
+    if family == "python":
+        return (_fitting_machine(_imported(rest), rest),)
+    return (FAULTS[rest].machine,) if family == "fault" else ("hybrid",)
 
 
 def _fault(fault: str) -> TargetFactory:
@@ -102,14 +122,29 @@ def _imported(rest: str) -> TargetFactory:
         raise UnknownTarget(f"module {module!r} cannot be imported: {error}") from error
     except AttributeError:
         raise UnknownTarget(f"module {module!r} has no {attribute!r}") from None
-    try:
-        factory(Geometry(page_size=1, full_pages=2, swa_pages=2)).close()
-    except Exception as error:
-        text = f"{type(error).__name__}: {error}"
-        raise UnknownTarget(
-            f"{module}:{attribute} makes no target of a Geometry: {text}"
-        ) from error
+    _fitting_machine(factory, f"{module}:{attribute}")
     return factory
+
+
+SMALLEST: dict[str, Geometry] = {
+    "hybrid": Geometry(page_size=1, full_pages=2, swa_pages=2),
+    "single pool": Geometry(page_size=1, full_pages=2),
+}
+"""A geometry of each machine that imported targets are tried on."""
+
+
+def _fitting_machine(factory: TargetFactory, name: str) -> str:
+    """The first machine of which ``factory`` makes a target; raises `UnknownTarget`."""
+    errors: list[Exception] = []
+    for machine, geometry in SMALLEST.items():
+        try:
+            factory(geometry).close()
+        except Exception as error:
+            errors.append(error)
+        else:
+            return machine
+    text = f"{type(errors[0]).__name__}: {errors[0]}"
+    raise UnknownTarget(f"{name} makes no target of a Geometry: {text}") from errors[0]
 
 
 def _release(name: str, rest: str) -> TargetFactory:

@@ -2,8 +2,7 @@
 
 Each variant re-creates the mechanism of a public report in a few overridden lines, so that the
 difference from the right code is visible at a glance. Models, laws and sources know nothing of this
-package: a fault that is not found is a gap in them. Leaves out faults of the memory saver, of
-HiSparse and of the prefix cache.
+package: a fault that is not found is a gap in them. Leaves out faults of the prefix cache.
 """
 
 from __future__ import annotations
@@ -14,7 +13,16 @@ from typing import Literal
 from kvcore.models import Geometry, Violation
 from kvcore.targets.core import CoreParts, core_target
 from kvcore.targets.driver import AllocatorTarget
-from kvcore.targets.faults import capacity, free_lists, groups, mappings, pools
+from kvcore.targets.faults import (
+    capacity,
+    free_lists,
+    groups,
+    hisparse,
+    mappings,
+    pools,
+    saver,
+)
+from kvcore.targets.pool import PoolParts
 
 ANY_PAGE_SIZE = (1, 2, 4, 16)
 SINGLE_SLOTS = (1,)
@@ -28,26 +36,28 @@ class Fault:
     Attributes:
         id: how it is named on the command line, after `fault:`.
         source: the public report or releases; - where there is none.
-        layer: A for the allocator, P for the pool.
+        layer: A for the allocator, P for the pool, M for the memory saver, H for HiSparse.
         what: what goes wrong, in one sentence.
         laws: laws of which at least one must break; which one depends on the program.
         parts: the classes of the core that are replaced.
         validate: whether the core's value checks are on; off where they would stop the fault's
             consequences before a law sees them.
-        page_sizes: where the fault can show. Every fault needs an SWA side.
+        page_sizes: where the fault can show.
         programs: what the walker needs to find it, about the median over seeds (`kvcore faults`); a
             test fails where it takes ten times as many.
+        machine: the machine that shows it, see `kvcore.strategies.machines`.
     """
 
     id: str
     source: str
-    layer: Literal["A", "P"]
+    layer: Literal["A", "P", "M", "H"]
     what: str
     laws: frozenset[str]
     parts: CoreParts
     validate: bool = True
     page_sizes: tuple[int, ...] = ANY_PAGE_SIZE
     programs: int = 1
+    machine: str = "hybrid"
 
     def is_shown_by(self, violation: Violation) -> bool:
         """Whether one of its laws is among the broken ones: a violation is named after the first
@@ -212,7 +222,16 @@ _LEDGER = (
         "P",
         "The SWA rows of a retracted request are not in its host copy.",
         _laws("stamps"),
-        CoreParts(pool=pools.BackupMissesABuffer),
+        CoreParts(pools=PoolParts(hybrid=pools.BackupMissesABuffer)),
+    ),
+    Fault(
+        "backup-misses-index-k",
+        "sglang#35957",
+        "P",
+        "The index-K rows and scales of a retracted request are not in its host copy.",
+        _laws("stamps"),
+        CoreParts(pools=PoolParts(dsa=pools.BackupMissesIndexK)),
+        machine="MLA and DSA pools",
     ),
     Fault(
         "restore-shifts-mask",
@@ -220,7 +239,7 @@ _LEDGER = (
         "P",
         "The saved SWA rows are restored by the new slots' mask alone and land on other tokens.",
         _laws("stamps"),
-        CoreParts(pool=pools.RestoreShiftsMask),
+        CoreParts(pools=PoolParts(hybrid=pools.RestoreShiftsMask)),
         programs=3,
     ),
     Fault(
@@ -229,7 +248,94 @@ _LEDGER = (
         "P",
         "A pool kind lacks the host-copy calls that retraction makes.",
         _laws("L9 raises"),
-        CoreParts(pool=pools.PoolWithoutHostCopy),
+        CoreParts(pools=PoolParts(hybrid=pools.PoolWithoutHostCopy)),
+    ),
+    Fault(
+        "swa-pool-outside-saver",
+        "sglang#22807",
+        "M",
+        "The hybrid pool builds its sub-pools with the memory saver off.",
+        _laws("saver"),
+        CoreParts(pools=PoolParts(hybrid=saver.SwaPoolOutsideSaver)),
+        machine="memory saver",
+    ),
+    Fault(
+        "explicit-kwargs-bypass-saver",
+        "sglang#22807",
+        "M",
+        "Sub-pools with arguments of their own are not told of the memory saver.",
+        _laws("saver"),
+        CoreParts(pools=PoolParts(hybrid=saver.ExplicitKwargsBypassSaver)),
+        machine="memory saver",
+    ),
+    Fault(
+        "index-k-outside-saver",
+        "sglang#22807",
+        "M",
+        "The index-K cache is allocated outside the region of the memory saver.",
+        _laws("saver"),
+        CoreParts(pools=PoolParts(dsa=saver.IndexKOutsideSaver)),
+        machine="memory saver",
+    ),
+    Fault(
+        "pause-frees-other-tag",
+        "torch_memory_saver#85",
+        "M",
+        "A freed segment is used again under another tag and paused with its first one.",
+        _laws("saver"),
+        CoreParts(pools=PoolParts(saver=saver.SegmentReusedUnderAnotherTag)),
+        machine="memory saver",
+    ),
+    Fault(
+        "hisparse-not-forwarded",
+        "sglang#24039",
+        "H",
+        "The wrapper reports the page size of its own device side.",
+        _laws("L9"),
+        CoreParts(compressed=hisparse.HisparseNotForwarded),
+        validate=False,
+        page_sizes=(4, 16),
+        machine="compressed HiSparse",
+    ),
+    Fault(
+        "device-buffer-lost",
+        "-",
+        "H",
+        "Device pages beyond the size of a device buffer are unmapped and never returned.",
+        _laws("L1"),
+        CoreParts(hisparse=hisparse.DeviceBufferLost),
+        machine="HiSparse",
+    ),
+    Fault(
+        "device-buffer-loses-rest",
+        "-",
+        "H",
+        "A partly used page is unmapped and not claimed by the device buffer.",
+        _laws("L1 layout"),
+        CoreParts(hisparse=hisparse.DeviceBufferLosesRest),
+        page_sizes=LARGER_PAGES,
+        machine="HiSparse",
+    ),
+    Fault(
+        "hisparse-without-groups",
+        "sglang 0.5.23",
+        "H",
+        "Free groups do nothing: what is freed inside one can be lent at once.",
+        _laws("L1 L6 hostile"),
+        CoreParts(hisparse=hisparse.HisparseWithoutGroups),
+        machine="HiSparse",
+    ),
+    Fault(
+        "pure-group-frees-twice",
+        "sglang 0.5.23",
+        "A",
+        "A page of sliding layers that free_swa and free name in one group goes back twice.",
+        _laws("L2 L6"),
+        CoreParts(pure=groups.PureGroupFreesTwice),
+        validate=False,
+        page_sizes=SINGLE_SLOTS,
+        programs=10,
+        machine="pure SWA",
     ),
 )
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from kvcore import SWATokenToKVPoolAllocator
+from kvcore import PureSWATokenToKVPoolAllocator, SWATokenToKVPoolAllocator
 from kvcore.allocator.arguments import as_index
 from kvcore.targets.faults.free_lists import UncountedHybrid
 
@@ -96,3 +96,12 @@ class DeferredView(SWATokenToKVPoolAllocator):
     @staticmethod
     def _own_copy(index: torch.Tensor) -> torch.Tensor:
         return index
+
+
+class PureGroupFreesTwice(PureSWATokenToKVPoolAllocator):
+    """Where every layer slides, a page that `free_swa` and then `free` name in one group goes back
+    twice at its end (sglang 0.5.23)."""
+
+    def _queued_once(self) -> torch.Tensor:
+        """What was queued, as often as it was named."""
+        return self.swa_attn_allocator.queued_pages()

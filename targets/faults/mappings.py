@@ -22,7 +22,7 @@ class PageClearsOneSlot(UncountedHybrid):
         self._check_free("free_swa", slots)
         peers = self._peer_pages(self.full_attn_allocator.pages_of(slots))
         self.full_to_swa_index_mapping[slots] = 0
-        self.swa_attn_allocator.give_pages(self._mapped_only(peers))
+        self.swa_attn_allocator.give_pages_with_gaps(peers)
 
 
 class TailKeepsStalePeer(SWATokenToKVPoolAllocator):
@@ -75,4 +75,4 @@ class RecoveryFreesStalePeer(UncountedHybrid):
     def _move_peers(self, kept_pages: torch.Tensor, incoming_pages: torch.Tensor) -> None:
         stale = self._former_peers[kept_pages]
         super()._move_peers(kept_pages, incoming_pages)
-        self.swa_attn_allocator.give_pages(self._mapped_only(stale))
+        self.swa_attn_allocator.give_pages_with_gaps(stale)

@@ -9,8 +9,9 @@ from typing import NoReturn
 
 import torch
 
-from kvcore import SWAKVPool
+from kvcore import DSATokenToKVPool, SWAKVPool
 from kvcore.pools import HybridRows
+from kvcore.pools.base import SlotRows
 
 
 class BackupMissesABuffer(SWAKVPool):
@@ -19,6 +20,15 @@ class BackupMissesABuffer(SWAKVPool):
 
     def _rows_to_copy(self, peers: torch.Tensor) -> torch.Tensor:
         return torch.zeros_like(peers, dtype=torch.bool)
+
+
+class BackupMissesIndexK(DSATokenToKVPool):
+    """The host copy holds the latent rows only: a restored request attends to whatever the index
+    keys and scales of its new slots select (sglang#35957)."""
+
+    def copied_rows(self) -> list[SlotRows]:
+        """Latent rows, no index keys, no scales."""
+        return list(self.slot_buffers())
 
 
 class RestoreShiftsMask(SWAKVPool):

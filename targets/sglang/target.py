@@ -15,10 +15,11 @@ import torch
 from kvcore import SWAKVPool
 from kvcore.models import Contract, Geometry
 from kvcore.models.ops import OP_KINDS, Form
-from kvcore.targets.core import batch_tensors
+from kvcore.targets.core import SAVER_OPS, SPARSE_OPS
+from kvcore.targets.core_dialects import batch_tensors
 from kvcore.targets.dialect import Slots, as_tensor
 from kvcore.targets.driver import AllocatorTarget
-from kvcore.targets.pool import StampedPool, build_pool
+from kvcore.targets.pool import PoolParts, StampedPool, build_pool
 from kvcore.targets.protocol import Answers
 from kvcore.targets.sglang.release import Release
 from kvcore.targets.sglang.stand_ins import BaseSWAKVPool
@@ -33,7 +34,7 @@ def release_contract(release: Release, geometry: Geometry, *, exhaustion: bool) 
     since = release.version_at_least
     paged = geometry.page_size > 1
     trusting = since("0.5.20")
-    out = {"hostile", "alloc" if paged else "swa_tail"}
+    out = {"hostile", "relocate", "alloc" if paged else "swa_tail"}
     if not since("0.5.19"):
         out.add("free_full")
     forms: set[Form] = {"slots"}
@@ -45,7 +46,7 @@ def release_contract(release: Release, geometry: Geometry, *, exhaustion: bool) 
     segments: set[Form] = {"segment", "segments"}
     trusted: set[Form] = segments if paged else segments | {"slots", "sparse"}
     return Contract(
-        ops=frozenset(OP_KINDS) - out,
+        ops=frozenset(OP_KINDS) - out - SPARSE_OPS - SAVER_OPS,
         free_forms=frozenset(forms),
         free_swa_forms=frozenset(swa_forms),
         live_frees=frozenset(trusted) if trusting else frozenset(),
@@ -56,6 +57,7 @@ def release_contract(release: Release, geometry: Geometry, *, exhaustion: bool) 
         full_side_joins_group=since("0.5.19"),
         free_swa_joins_group=since("0.5.18"),
         locked_recovery=since("0.5.15"),
+        tail_ends_early=False,
     )
 
 
@@ -98,8 +100,10 @@ class ReleaseDialect:
         )
         return slots
 
-    def swa_tail(self, before: int, after: int, last: int, tail: int) -> Slots | None:
-        """`alloc_extend_swa_tail`."""
+    def swa_tail(
+        self, before: int, after: int, last: int, tail: int, beyond: int = 0
+    ) -> Slots | None:
+        """`alloc_extend_swa_tail`, whose tail always ends with the row."""
         last_loc = as_tensor([last], self._device)
         prefix, seq = batch_tensors([before], self._device), batch_tensors([after], self._device)
         slots: Slots | None = self._allocator.alloc_extend_swa_tail(
@@ -238,7 +242,7 @@ def release_target(
     release: Release, geometry: Geometry, *, name: str, exhaustion: bool
 ) -> AllocatorTarget:
     """A release's hybrid allocator of ``geometry`` over kvcore's pool, empty."""
-    pool = build_pool(geometry, ReleasePool)
+    pool = build_pool(geometry, PoolParts(hybrid=ReleasePool))
     stamped = StampedPool(pool)
     allocator: Any = release.swa_allocator(
         geometry.full_size,

@@ -1,0 +1,259 @@
+"""The books of the reference model: what every right allocator's state is after each op.
+
+Follows ops whose answers have been judged; changes nothing by itself and judges nothing: that is
+`kvcore.models.reference`. Plain sets, dicts and lists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvcore.models import ops
+from kvcore.models.contract import Contract
+from kvcore.models.geometry import Geometry
+from kvcore.models.lending import Share
+from kvcore.models.memory import MemoryBooks
+from kvcore.models.state import ERASED, NO_PEER, UNKNOWN, Backup, Page, Row, Side
+
+
+class Books:
+    """The state that every right allocator agrees on, up to the choice of free pages.
+
+    ``rows``: live sequences. ``full``, ``swa``, ``device``, ``requests``: the sides. ``detached``:
+    for each full page whose peer was given up inside the open group, that SWA page (its own where
+    every layer slides); until the group's end a target may still show the old entry, or already 0.
+    ``device_detached``: the same of device pages. ``ghosts``: the full pages that a name gave up
+    last. ``groups``: how many were begun so far. ``buffers``: device pages of each buffer on loan.
+    ``last_name``: the highest sequence name used so far.
+    """
+
+    def __init__(self, geometry: Geometry, contract: Contract | None = None) -> None:
+        self.geometry = geometry
+        self.contract = contract if contract is not None else Contract()
+        self.full = Side(geometry.full_pages)
+        self.swa = Side(geometry.swa_pages)
+        self.device = Side(geometry.device_pages)
+        self.requests = Side(geometry.requests)
+        self.rows: dict[int, Row] = {}
+        self.backups: dict[int, Backup] = {}
+        self.used: set[int] = set()
+        self.last_name = 0
+        self.used_backups: set[int] = set()
+        self.ghosts: dict[int, tuple[int, ...]] = {}
+        self.group_open = False
+        self.groups = 0
+        self.detached: dict[int, int] = {}
+        self.device_detached: dict[int, int] = {}
+        self.buffers: dict[int, tuple[int, ...]] = {}
+        self.used_buffers: set[int] = set()
+        self.memory = MemoryBooks()
+        self.stamps = 0
+
+    def lent_pages(self) -> Iterable[tuple[int, Page]]:
+        """(sequence, page) for every page that a live row holds."""
+        for seq, row in self.rows.items():
+            for page in row.pages:
+                if not page.gone:
+                    yield seq, page
+
+    def _commit(self, seq: int, share: Share) -> None:
+        self.used.add(seq)
+        self.last_name = max(self.last_name, seq)
+        row = self.rows.setdefault(seq, Row())
+        entries = iter(share.entries)
+        for mapped in share.onto_last:
+            self._stamp(row.pages[-1], mapped, entry=next(entries, False))
+        for full, swa, mapped_tokens in share.pages:
+            page = Page(full, swa)
+            self.full.free.discard(full)
+            if swa:
+                self.swa.free.discard(swa)
+            for mapped in mapped_tokens:
+                self._stamp(page, mapped, entry=next(entries, False))
+            row.pages.append(page)
+        for number, device in share.device.items():
+            self.device.free.discard(device)
+            row.pages[number].device = device
+
+    def _stamp(self, page: Page, mapped: bool, *, entry: bool) -> None:
+        """A new token; what is lent while the pool is paused holds zeros."""
+        self.stamps += 1
+        if "kv_cache" in self.memory.paused:
+            page.full_stamps.append(ERASED)
+            page.swa_stamps.append(UNKNOWN if mapped else NO_PEER)
+            page.device_stamps.append(UNKNOWN if entry else NO_PEER)
+            return
+        page.full_stamps.append(self.stamps)
+        page.swa_stamps.append(self.stamps if mapped else NO_PEER)
+        page.device_stamps.append(self.stamps if entry else NO_PEER)
+
+    def _fill_from_backup(self, op: ops.Restore) -> None:
+        """The restored row holds what the backup held; a slot whose old or new side has no peer
+        holds nothing known."""
+        backup = self.backups.pop(op.backup)
+        row = self.rows[op.seq]
+        self.stamps -= row.tokens
+        size = self.geometry.page_size
+        for _ in range(0, backup.tokens - row.tokens, size):
+            # Left behind before the retraction: the row remembers the tokens, and no page.
+            row.pages.insert(0, Page(0, 0, [UNKNOWN] * size, [NO_PEER] * size, gone_in=0))
+        at = 0
+        for page in row.pages:
+            for offset in range(page.tokens):
+                page.full_stamps[offset] = backup.full_stamps[at]
+                if page.swa_stamps[offset] != NO_PEER:
+                    old = backup.swa_stamps[at]
+                    page.swa_stamps[offset] = old if old != NO_PEER else UNKNOWN
+                at += 1
+
+    def _follow(self, op: ops.Op) -> None:
+        match op:
+            case ops.Free():
+                self._give_up(op.seq, op.start, op.stop)
+            case ops.FreeSwa():
+                self._free_swa(op)
+            case ops.FreeFull():
+                self._give_up(op.seq, op.start, op.stop)
+            case ops.GroupBegin():
+                self.group_open = True
+                self.groups += 1
+            case ops.GroupEnd():
+                self._close_group()
+            case ops.Recover():
+                self._recover(op)
+            case ops.Retract():
+                self._retract(op)
+            case ops.Clear():
+                self._clear()
+            case _:
+                self._follow_apart(op)
+
+    def _follow_apart(self, op: ops.Op) -> None:
+        """Ops on device slots and on memory."""
+        match op:
+            case ops.FreeDevice():
+                for page in self.rows[op.seq].span(op.start, op.stop):
+                    self._detach_device(page, deferred=self.group_open)
+            case ops.FreeBuffer():
+                for device in self.buffers.pop(op.buffer):
+                    self.device.release(device, deferred=self.group_open)
+            case ops.Reserve():
+                self.memory.reserve(op)
+            case ops.Drop():
+                self.memory.drop(op.region)
+            case ops.Pause():
+                if self.memory.pause(op.memory) and op.memory == "kv_cache":
+                    self._erase()
+            case ops.Resume():
+                self.memory.resume(op.memory)
+
+    def _erase(self) -> None:
+        """Every row of the pool holds zeros from now on."""
+        for _, page in self.lent_pages():
+            page.full_stamps = [ERASED] * page.tokens
+            page.swa_stamps = [UNKNOWN if s != NO_PEER else s for s in page.swa_stamps]
+            page.device_stamps = [UNKNOWN if s != NO_PEER else s for s in page.device_stamps]
+
+    def _free_swa(self, op: ops.FreeSwa) -> None:
+        deferred = self.group_open and self.contract.free_swa_joins_group
+        for page in self.rows[op.seq].span(op.start, op.stop):
+            if not self.geometry.pure_swa:
+                self._detach(page, deferred=deferred)
+                continue
+            page.gone_in = self.groups if deferred else 0
+            self.full.release(page.full, deferred=deferred)
+            if deferred:
+                self.detached[page.full] = page.full
+
+    def _give_up(self, seq: int, start: int, stop: int | None) -> None:
+        row = self.rows[seq]
+        pages = row.span(start, stop)
+        for page in pages:
+            if page.gone:
+                continue
+            self._detach(page, deferred=self.group_open)
+            self._detach_device(page, deferred=self.group_open)
+            self.full.release(page.full, deferred=self.group_open)
+        self.ghosts[seq] = tuple(page.full for page in pages if not page.gone)
+        row.pages[start : start + len(pages)] = []
+        self._close_empty(seq)
+
+    def _close_empty(self, seq: int) -> None:
+        """A row without pages is no row; its request ends."""
+        row = self.rows[seq]
+        if not row.pages:
+            del self.rows[seq]
+            if row.request:
+                self.requests.release(row.request, deferred=False)
+
+    def _detach(self, page: Page, *, deferred: bool) -> None:
+        if page.swa == 0:
+            return
+        self.swa.release(page.swa, deferred=deferred)
+        if deferred:
+            self.detached[page.full] = page.swa
+        page.swa = 0
+        page.swa_stamps = [NO_PEER] * page.tokens
+
+    def _detach_device(self, page: Page, *, deferred: bool) -> None:
+        if page.device == 0:
+            return
+        self.device.release(page.device, deferred=deferred)
+        if deferred:
+            self.device_detached[page.full] = page.device
+        page.device = 0
+        page.device_stamps = [NO_PEER] * page.tokens
+
+    def _close_group(self) -> None:
+        self.full.settle()
+        self.swa.settle()
+        self.device.settle()
+        self.detached = {}
+        self.device_detached = {}
+        self.group_open = False
+
+    def _recover(self, op: ops.Recover) -> None:
+        kept = self.rows[op.kept].span(op.kept_start, op.kept_start + op.pages)
+        row = self.rows[op.incoming]
+        incoming = row.span(op.incoming_start, op.incoming_start + op.pages)
+        deferred = self.group_open and self.contract.full_side_joins_group
+        given_up = incoming if op.locked else kept
+        self.ghosts[op.incoming if op.locked else op.kept] = tuple(page.full for page in given_up)
+        for old, new in zip(kept, incoming, strict=True):
+            if op.locked:
+                self._detach_device(new, deferred=deferred)
+                self.full.release(new.full, deferred=deferred)
+            else:
+                self._detach_device(old, deferred=self.group_open)
+                self.full.release(old.full, deferred=self.group_open)
+                old.full, old.full_stamps = new.full, new.full_stamps
+                old.device, old.device_stamps = new.device, new.device_stamps
+            old.swa, old.swa_stamps = new.swa, new.swa_stamps
+        row.pages[op.incoming_start : op.incoming_start + op.pages] = []
+        self._close_empty(op.incoming)
+
+    def _retract(self, op: ops.Retract) -> None:
+        row = self.rows[op.seq]
+        full: list[int] = []
+        for page in row.pages:
+            full += [UNKNOWN] * page.tokens if page.gone else page.full_stamps
+        swa: list[int] = []
+        for page in row.pages:
+            # Given up inside this group, the old entry may still be seen and copied, or not.
+            gone = UNKNOWN if page.full in self.detached else NO_PEER
+            swa += [stamp if stamp != NO_PEER else gone for stamp in page.swa_stamps]
+        evicted = 0
+        if self.geometry.slides:
+            evicted = row.evicted(self.geometry.page_size, pure_swa=self.geometry.pure_swa)
+        self.backups[op.backup] = Backup(full, swa, evicted)
+        self.used_backups.add(op.backup)
+        self._give_up(op.seq, 0, None)
+
+    def _clear(self) -> None:
+        for seq, row in self.rows.items():
+            self.ghosts[seq] = tuple(page.full for page in row.pages)
+        self.rows = {}
+        self._close_group()
+        self.buffers = {}
+        for side in (self.full, self.swa, self.device, self.requests):
+            side.reset()

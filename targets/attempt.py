@@ -1,0 +1,33 @@
+"""Calls into the code on trial: whatever they raise becomes an outcome.
+
+Leaves out which calls are made (`kvcore.targets.driver`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+from kvcore.models import Raised
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class CallRaised(Exception):
+    """The allocator or pool raised; carries the outcome."""
+
+    def __init__(self, outcome: Raised) -> None:
+        super().__init__(outcome.message)
+        self.outcome = outcome
+
+
+def attempt(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Make a call into the code on trial; whatever it raises becomes `CallRaised`."""
+    try:
+        return call(*args, **kwargs)
+    except Exception as error:
+        bases = tuple(base.__name__ for base in type(error).__mro__)
+        text = str(error).splitlines()
+        raised = Raised(type(error).__name__, text[0] if text else "", bases)
+        raise CallRaised(raised) from error

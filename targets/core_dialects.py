@@ -1,0 +1,315 @@
+"""How kvcore's own allocators are called: one pool, two, and one in which every layer slides.
+
+Leaves out device slots (`kvcore.targets.core_sparse`) and which dialect a geometry needs
+(`kvcore.targets.core`).
+"""
+
+from __future__ import annotations
+
+from typing import Generic, TypeVar
+
+import torch
+
+from kvcore import (
+    BaseTokenToKVPoolAllocator,
+    CompressedHiSparseTokenToKVPoolAllocator,
+    PureSWATokenToKVPoolAllocator,
+    SWATokenToKVPoolAllocator,
+)
+from kvcore.allocator.single import SinglePoolAllocator
+from kvcore.models.ops import Form
+from kvcore.targets.dialect import Slots, as_tensor
+from kvcore.targets.protocol import Answers
+
+CPU = torch.device("cpu")
+
+
+def batch_tensors(lengths: list[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Row lengths as the field passes them: on the device and on the host, int64."""
+    host = as_tensor(lengths, CPU)
+    return host.to(device), host
+
+
+def all_free(side: SinglePoolAllocator) -> torch.Tensor:
+    """Page ids in every free container of one pool."""
+    if not side.need_sort:
+        return side.free_pages
+    return torch.cat([side.free_pages, side.release_pages])
+
+
+AllocatorT = TypeVar("AllocatorT", bound=BaseTokenToKVPoolAllocator)
+
+
+class CoreDialect(Generic[AllocatorT]):
+    """Calls that single-pool and hybrid allocators have in common."""
+
+    def __init__(self, allocator: AllocatorT, device: torch.device) -> None:
+        self.allocator = allocator
+        self.device = device
+
+    def alloc(self, need: int) -> Slots | None:
+        """`alloc`."""
+        return self.allocator.alloc(need)
+
+    def extend(self, before: list[int], after: list[int], last: list[int]) -> Slots | None:
+        """`alloc_extend`."""
+        last_loc = as_tensor(last, self.device)
+        prefix = batch_tensors(before, self.device)
+        seq = batch_tensors(after, self.device)
+        return self.allocator.alloc_extend(*prefix, *seq, last_loc, sum(after) - sum(before))
+
+    def decode(self, after: list[int], last: list[int]) -> Slots | None:
+        """`alloc_decode`."""
+        last_loc = as_tensor(last, self.device)
+        return self.allocator.alloc_decode(*batch_tensors(after, self.device), last_loc)
+
+    def free(self, slots: Slots, form: Form, start: int) -> None:
+        """`free` and its segment forms."""
+        if form == "segment":
+            self.allocator.free_segment(slots, start_pos=start)
+        elif form == "segments":
+            self.allocator.free_segments(self.halves(slots, start))
+        else:
+            self.allocator.free(slots)
+
+    def free_full(self, slots: Slots, form: Form, start: int) -> None:
+        """`free_full` and its segment forms."""
+        if form == "segment":
+            self.allocator.free_full_segment(slots, start_pos=start)
+        elif form == "segments":
+            self.allocator.free_full_segments(self.halves(slots, start))
+        else:
+            self.allocator.free_full(slots)
+
+    def halves(self, slots: Slots, start: int) -> list[tuple[Slots, int]]:
+        """A row segment cut in two at a page boundary near its middle; empty pieces included."""
+        size = self.allocator.page_size
+        cut = len(slots) // size // 2 * size
+        return [(slots[:cut], start), (slots[cut:], start + cut)]
+
+    def group_begin(self) -> None:
+        """`free_group_begin`."""
+        self.allocator.free_group_begin()
+
+    def group_end(self) -> None:
+        """`free_group_end`."""
+        self.allocator.free_group_end()
+
+    def replace(self, old: Slots) -> None:
+        """`free_full`."""
+        self.allocator.free_full(old)
+
+    def clear(self) -> None:
+        """`clear`."""
+        self.allocator.clear()
+
+
+class Unpaired(CoreDialect[AllocatorT]):
+    """Calls on an allocator without an SWA side. Its contract leaves out every op that needs
+    one."""
+
+    def swa_tail(
+        self, before: int, after: int, last: int, tail: int, beyond: int = 0
+    ) -> Slots | None:
+        """Not a call of this allocator."""
+        raise TypeError("a single pool has no SWA tail")
+
+    def free_swa(self, slots: Slots, form: Form, start: int) -> None:
+        """Not a call of this allocator."""
+        raise TypeError("a single pool has no SWA side")
+
+    def recover(self, kept: Slots, incoming: Slots) -> None:
+        """Not a call of this allocator."""
+        raise TypeError("a single pool has no tombstones")
+
+    def alloc_full(self, need: int) -> Slots | None:
+        """Not a call of this allocator."""
+        raise TypeError("a single pool has no load-back")
+
+    def alloc_swa(self, need: int) -> Slots | None:
+        """Not a call of this allocator."""
+        raise TypeError("a single pool has no SWA side")
+
+    def map(self, full: Slots, swa: Slots) -> None:
+        """Not a call of this allocator."""
+        raise TypeError("a single pool has no mapping")
+
+    def peers(self, slots: Slots) -> Slots:
+        """None: there is no SWA side."""
+        return torch.zeros_like(slots)
+
+    def mapping(self) -> torch.Tensor:
+        """Empty."""
+        return torch.empty(0, dtype=torch.int64, device=self.device)
+
+
+class SingleDialect(Unpaired[SinglePoolAllocator]):
+    """Calls on a single-pool allocator."""
+
+    def free_pages(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Free list and release list."""
+        free = all_free(self.allocator)
+        return free, free[:0]
+
+    def pending_pages(self) -> tuple[torch.Tensor, ...]:
+        """Pages queued in the group."""
+        pending = self.allocator.pending_pages
+        return pending, pending[:0]
+
+    def answers(self) -> Answers:
+        """Capacity in slots."""
+        room = self.allocator.available_size()
+        return Answers(room, room, 0)
+
+
+HybridT = TypeVar(
+    "HybridT", bound=SWATokenToKVPoolAllocator | CompressedHiSparseTokenToKVPoolAllocator
+)
+
+
+class PairedDialect(CoreDialect[HybridT]):
+    """Calls on a hybrid allocator and on what wraps one."""
+
+    def swa_tail(
+        self, before: int, after: int, last: int, tail: int, beyond: int = 0
+    ) -> Slots | None:
+        """`alloc_extend_swa_tail`."""
+        last_loc = as_tensor([last], self.device)
+        prefix = batch_tensors([before], self.device)
+        seq = batch_tensors([after], self.device)
+        return self.allocator.alloc_extend_swa_tail(
+            *prefix, *seq, last_loc, after - before, tail, swa_tail_end=after - beyond
+        )
+
+    def free_swa(self, slots: Slots, form: Form, start: int) -> None:
+        """`free_swa` and its segment form."""
+        if form == "segment":
+            self.allocator.free_swa_segment(slots, start_pos=start)
+        elif form == "segments":
+            self.allocator.free_swa_segments(self.halves(slots, start))
+        else:
+            self.allocator.free_swa(slots)
+
+    def recover(self, kept: Slots, incoming: Slots) -> None:
+        """`recover_tombstone`."""
+        self.allocator.recover_tombstone(kept, incoming)
+
+    def alloc_full(self, need: int) -> Slots | None:
+        """`alloc` of the full side."""
+        return self.allocator.full_attn_allocator.alloc(need)
+
+    def alloc_swa(self, need: int) -> Slots | None:
+        """`alloc` of the SWA side."""
+        return self.allocator.swa_attn_allocator.alloc(need)
+
+    def map(self, full: Slots, swa: Slots) -> None:
+        """`set_full_to_swa_mapping`."""
+        self.allocator.set_full_to_swa_mapping(full, swa)
+
+    def peers(self, slots: Slots) -> Slots:
+        """`translate_loc_from_full_to_swa`."""
+        return self.allocator.translate_loc_from_full_to_swa(slots)
+
+    def free_pages(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Free list and release list of each side."""
+        full, swa = self.allocator.full_attn_allocator, self.allocator.swa_attn_allocator
+        return all_free(full), all_free(swa)
+
+    def pending_pages(self) -> tuple[torch.Tensor, ...]:
+        """Pages queued on both sides, and the peers that the group has yet to capture."""
+        whole = self.allocator
+        first = whole.queued_peer_slots // whole.page_size * whole.page_size
+        slots = first[:, None] + torch.arange(whole.page_size, device=self.device)
+        queued = whole.full_to_swa_index_mapping[slots].amax(dim=1) // whole.page_size
+        swa = torch.cat([whole.swa_attn_allocator.pending_pages, queued[queued > 0]])
+        return whole.full_attn_allocator.pending_pages, torch.unique(swa)
+
+    def mapping(self) -> torch.Tensor:
+        """`full_to_swa_index_mapping`."""
+        return self.allocator.full_to_swa_index_mapping
+
+
+class HybridDialect(PairedDialect[SWATokenToKVPoolAllocator]):
+    """Calls on the hybrid allocator itself."""
+
+    def answers(self) -> Answers:
+        """Capacity in slots; geometry and capacity of the whole against the sides'."""
+        whole = self.allocator
+        full, swa = whole.full_attn_allocator, whole.swa_attn_allocator
+        rooms = (full.available_size(), swa.available_size())
+        pages = (rooms[0] // full.page_size, rooms[1] // swa.page_size)
+        return Answers(
+            available=whole.available_size(),
+            full_available=whole.full_available_size(),
+            swa_available=whole.swa_available_size(),
+            outer=(
+                whole.page_size,
+                whole.page_size,
+                whole.size,
+                whole.size_full,
+                whole.size_swa,
+                whole.full_available_size(),
+                whole.swa_available_size(),
+                int(whole.new_pages_available(*pages)),
+                int(whole.new_pages_available(pages[0] + 1, 0)),
+                int(whole.new_pages_available(0, pages[1] + 1)),
+            ),
+            inner=(
+                *(full.page_size, swa.page_size, min(full.size, swa.size), full.size, swa.size),
+                *rooms,
+                *(1, 0, 0),
+            ),
+        )
+
+
+class PureDialect(Unpaired[PureSWATokenToKVPoolAllocator]):
+    """Calls on the allocator of one pool in which every layer slides. Its contract leaves out every
+    op that maps anything."""
+
+    def free_swa(self, slots: Slots, form: Form, start: int) -> None:
+        """`free_swa` and its segment forms."""
+        if form == "segment":
+            self.allocator.free_swa_segment(slots, start_pos=start)
+        elif form == "segments":
+            self.allocator.free_swa_segments(self.halves(slots, start))
+        else:
+            self.allocator.free_swa(slots)
+
+    def peers(self, slots: Slots) -> Slots:
+        """`translate_loc_from_full_to_swa`: the slots themselves."""
+        return self.allocator.translate_loc_from_full_to_swa(slots)
+
+    def free_pages(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Free list and release list."""
+        free = all_free(self.allocator.swa_attn_allocator)
+        return free, free[:0]
+
+    def pending_pages(self) -> tuple[torch.Tensor, ...]:
+        """Pages queued in the group."""
+        pending = self.allocator.swa_attn_allocator.pending_pages
+        return pending, pending[:0]
+
+    def mapping(self) -> torch.Tensor:
+        """`full_to_swa_index_mapping`: the identity."""
+        return self.allocator.full_to_swa_index_mapping
+
+    def answers(self) -> Answers:
+        """Capacity in slots; geometry and capacity of the whole against the pool's."""
+        whole, inner = self.allocator, self.allocator.full_attn_allocator
+        room = inner.available_size()
+        pages = room // inner.page_size
+        return Answers(
+            available=whole.available_size(),
+            full_available=whole.full_available_size(),
+            swa_available=whole.swa_available_size(),
+            outer=(
+                whole.page_size,
+                whole.size,
+                whole.size_full,
+                whole.size_swa,
+                int(whole.new_pages_available(pages, pages)),
+                int(whole.new_pages_available(pages + 1, 0)),
+                int(whole.new_pages_available(0, pages + 1)),
+            ),
+            inner=(inner.page_size, inner.size, inner.size, inner.size, 1, 0, 0),
+        )
