@@ -43,7 +43,8 @@ LAWS: tuple[Law, ...] = (
         "L3",
         "mapped = allocated",
         "Every SWA page is exactly once in one of: the mapping, the free list, the open group. "
-        "Each SWA page has exactly one full page.",
+        "Each SWA page has exactly one full page. The same of device pages, which may also be in a "
+        "buffer.",
         Cost.EACH_STEP,
         "sglang#36081",
     ),
@@ -58,7 +59,7 @@ LAWS: tuple[Law, ...] = (
         "L4",
         "no stale mapping",
         "A free full slot maps to 0. A newly lent one maps to an SWA slot lent by the same call, "
-        "or to 0. A lent one keeps its peer. The sentinel stays -1.",
+        "or to 0. A lent one keeps its peer. The sentinel stays -1. The same of device slots.",
         Cost.EACH_STEP,
         "sglang#25805",
     ),
@@ -95,7 +96,7 @@ LAWS: tuple[Law, ...] = (
     Law(
         "L9",
         "wrapper equivalence",
-        "An allocator that wraps others answers every geometry and capacity query as they do.",
+        "An allocator that wraps others answers every operation and every query as they do.",
         Cost.EACH_STEP,
         "sglang#24039",
     ),

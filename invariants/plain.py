@@ -8,11 +8,12 @@ pools (`kvcore.invariants.devices`, `kvcore.invariants.contents`).
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 from kvcore.invariants.check import Check, LawForm
 from kvcore.invariants.contents import memory_saver, request_rows, stamps
 from kvcore.invariants.devices import device_entries, device_partition, device_unmapped
-from kvcore.models import Clause, Model
+from kvcore.models import Clause, Geometry, Model
 from kvcore.models.ops import GroupEnd
 from kvcore.models.outcomes import Raised, Refused
 from kvcore.models.state import NO_PEER, Page
@@ -290,7 +291,7 @@ def failure_changes_nothing(check: Check) -> list[Clause]:
     """L5: after a refusal or an error the state is as before, up to the order of free pages."""
     if not isinstance(check.outcome, Refused | Raised) or check.before is None:
         return []
-    before, after = check.before.host(), check.host
+    before, after, geometry = check.before.host(), check.host, check.model.geometry
     clauses: list[Clause] = []
     for name, old, new in (
         ("full", before.full_free, after.full_free),
@@ -309,7 +310,7 @@ def failure_changes_nothing(check: Check) -> list[Clause]:
                     change,
                 )
             )
-    size = check.model.geometry.page_size
+    size = geometry.page_size
     changed = {
         index // size
         for index, (old, new) in enumerate(zip(before.mapping, after.mapping, strict=False))
@@ -325,31 +326,33 @@ def failure_changes_nothing(check: Check) -> list[Clause]:
             zip(before.device_mapping, after.device_mapping, strict=False)
         )
         if old != new
-        and not (
-            new == 0
-            and index // check.model.geometry.device_page_size in check.model.device_detached
-        )
+        and not (new == 0 and index // geometry.device_page_size in check.model.device_detached)
     }
     if changed:
         seen = f"other entries at {some(changed)}"
         clauses.append(Clause("L5", "the device mapping as before the call", seen))
     if before.answers != after.answers:
-        clauses.append(Clause("L5", f"as before, {_room(before.answers)}", _room(after.answers)))
+        clauses.append(
+            Clause(
+                "L5",
+                f"as before, {_room(before.answers, geometry)}",
+                _room(after.answers, geometry),
+            )
+        )
     return clauses
 
 
-def _room(answers: Answers) -> str:
+def _room(answers: Answers, geometry: Geometry) -> str:
     """What the capacity queries said, and the wrapper's other answers, for a message."""
-    return f"{_capacities(answers)}; the wrapper's answers {answers.outer}"
+    return f"{_capacities(answers, geometry)}; the wrapper's answers {answers.outer}"
 
 
-def _capacities(answers: Answers) -> str:
+def _capacities(answers: Answers, geometry: Geometry) -> str:
     """The room that the capacity queries named."""
     rooms = (answers.available, answers.full_available, answers.swa_available)
     said = f"available, full, SWA slots {rooms}"
-    if answers.device_available:
-        said += f", device slots {answers.device_available}"
-    return said + (f", requests {answers.requests_available}" * (answers.requests_available > 0))
+    said += f", device slots {answers.device_available}" if geometry.sparse else ""
+    return said + (f", requests {answers.requests_available}" if geometry.requests else "")
 
 
 def group_law(check: Check) -> list[Clause]:
@@ -385,18 +388,17 @@ def capacity(check: Check) -> list[Clause]:
         rooms.append(swa)
     if geometry.sparse:
         rooms.append(device * geometry.compress)
-    wanted = Answers(
+    wanted = replace(
+        answers,
         available=min(rooms),
         full_available=full,
         swa_available=swa,
-        outer=answers.outer,
-        inner=answers.inner,
         device_available=device,
         requests_available=len(model.requests.free),
     )
     if wanted == answers:
         return []
-    return [Clause("L7", _capacities(wanted), _capacities(answers))]
+    return [Clause("L7", _capacities(wanted, geometry), _capacities(answers, geometry))]
 
 
 def tensors_are_owned(check: Check) -> list[Clause]:
@@ -418,11 +420,16 @@ def tensors_are_owned(check: Check) -> list[Clause]:
 def wrapper_equivalence(check: Check) -> list[Clause]:
     """L9: outer and inner allocators agree, in what they are asked and in what they are told."""
     clauses: list[Clause] = []
-    answers, (outer, inner) = check.after.answers, check.after.twins
+    answers, (twin_outer, twin_inner) = check.after.answers, check.after.twins
     if answers.outer != answers.inner:
-        expected = f"the inner allocators' answers {answers.inner}"
-        clauses.append(Clause("L9", expected, str(answers.outer)))
-    apart = [(said, meant) for said, meant in zip(outer, inner, strict=True) if said != meant]
+        asked = answers.asked or tuple(f"query {number}" for number in range(len(answers.inner)))
+        queries = list(zip(asked, answers.inner, answers.outer, strict=True))
+        wanted = ", ".join(f"{name} {inner}" for name, inner, outer in queries if inner != outer)
+        seen = ", ".join(f"{name} {outer}" for name, inner, outer in queries if inner != outer)
+        clauses.append(Clause("L9", f"as the inner allocators say, {wanted}", seen))
+    apart = [
+        (said, meant) for said, meant in zip(twin_outer, twin_inner, strict=True) if said != meant
+    ]
     if apart:
         expected = "as the inner allocator, " + "; ".join(meant for _, meant in apart)
         clauses.append(Clause("L9", expected, "; ".join(said for said, _ in apart)))

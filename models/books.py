@@ -251,7 +251,7 @@ class Books:
 
     def _clear(self) -> None:
         for seq, row in self.rows.items():
-            self.ghosts[seq] = tuple(page.full for page in row.pages)
+            self.ghosts[seq] = tuple(page.full for page in row.pages if not page.gone)
         self.rows = {}
         self._close_group()
         self.buffers = {}

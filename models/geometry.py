@@ -7,6 +7,7 @@ attention (HiSparse), the request pool and the memory saver. Leaves out everythi
 
 from __future__ import annotations
 
+import sys
 from typing import Literal
 
 import msgspec
@@ -45,6 +46,8 @@ class Geometry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_f
     saver: bool = False
 
     def __post_init__(self) -> None:
+        # Defaults are recognised by identity: what was read is written as it was.
+        msgspec.structs.force_setattr(self, "attention", sys.intern(self.attention))
         if self.page_size < 1:
             raise ValueError(f"page_size is {self.page_size}, expected at least 1")
         if self.full_pages < 1:

@@ -215,7 +215,7 @@ def _decode(model: Model, op: ops.Decode) -> Reason:
 def _swa_tail(model: Model, op: ops.SwaTail) -> Reason:
     if not model.geometry.hybrid:
         return "there is no SWA pool"
-    if op.tokens < 1 or not 0 <= op.tail <= op.tokens - op.beyond:
+    if op.tokens < 1 or op.beyond < 0 or not 0 <= op.tail <= op.tokens - op.beyond:
         return "the tail is a part of the extend"
     if op.beyond and not (op.tail and model.contract.tail_ends_early):
         return "this target's tails end with the row"

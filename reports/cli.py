@@ -51,7 +51,8 @@ def verify(
         list[int] | None,
         typer.Option(
             metavar="N",
-            help="Slots a page; may be repeated. 1, 2, 4, 16 if left out, of a release 1, 4.",
+            help="Slots a page; may be repeated. 1, 2, 4, 16 if left out, of a release 1, 4. "
+            "Compressed HiSparse has multiples of 4 only.",
         ),
     ] = None,
     seed: Annotated[int, typer.Option(metavar="S", help="Where random choices start.")] = 0,
@@ -113,7 +114,10 @@ def faults(
         typer.Option(metavar="DIR", help="Where to write the shortest program of each fault."),
     ] = None,
 ) -> Status:
-    """Hunt the known faults; tell how soon each is found."""
+    """Hunt the known faults; tell how soon each is found.
+
+    Layers: A allocators, P pools, M memory saver, H HiSparse.
+    """
     return hunting.run(names or [], edge.at_least(1, seeds, "--seeds"), traces)
 
 

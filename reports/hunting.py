@@ -25,6 +25,9 @@ from kvcore.targets.faults import FAULTS
 LIMITS: dict[SourceName, int] = {"walker": 100, "machine": 400}
 """The sources that are held to finding every fault, and the programs that each may take."""
 
+LAYERS = {"A": "allocators", "P": "pools", "M": "memory saver", "H": "HiSparse"}
+"""What the letters of the layers stand for, in the order in which they are shown."""
+
 
 @dataclass(frozen=True, slots=True)
 class Prey:
@@ -91,17 +94,21 @@ def _hunt(task: tuple[str, int]) -> Prey:
 
 
 def faults_table(prey: Sequence[Prey]) -> Table:
-    """One row a fault: programs until found (median) by each source, shrunk length, laws broken."""
+    """One row a fault, layer by layer: programs until found (median) by each source, shrunk length,
+    laws broken."""
     table = new_table()
     table.add_column("fault", no_wrap=True)
-    table.add_column("reported as", min_width=len("sglang#00000,"))
+    table.add_column("reported as", width=len("sglang#00000,"), overflow="fold")
     for source in LIMITS:
         table.add_column(source, justify="right", no_wrap=True)
     table.add_column("ops", justify="right", no_wrap=True)
     table.add_column("laws", overflow="fold")
-    for one in prey:
-        style = "" if one.found else "bold red"
-        table.add_row(*_cells(one), style=style)
+    for layer, name in LAYERS.items():
+        within = [one for one in prey if FAULTS[one.fault].layer == layer]
+        if within:
+            table.add_row(Text(f"{layer}, {name}", style="bold"))
+        for one in within:
+            table.add_row(*_cells(one), style="" if one.found else "bold red")
     return table
 
 
@@ -109,7 +116,7 @@ def _cells(one: Prey) -> tuple[str, ...]:
     lengths = [hunt.shrunk_length for hunt in one.hunts if hunt.shrunk_length is not None]
     laws = sorted(frozenset[str]().union(*(hunt.laws for hunt in one.hunts)))
     return (
-        one.fault,
+        f"  {one.fault}",
         FAULTS[one.fault].source,
         *(_until(hunt) for hunt in one.hunts),
         str(max(lengths)) if lengths else "-",

@@ -1,55 +1,28 @@
 """A program played again and watched: what each op was answered, and the state around one of them.
 
 Plays in this process, after a verdict is known: of a program that kills its process the last op is
-left out. Leaves out how any of it looks.
+left out. Leaves out the state itself (`kvcore.reports.moment`) and how any of it looks.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
 
 from kvcore.invariants import LawBroken, Run, Verdict
-from kvcore.models import Geometry, Outcome, Violation
-from kvcore.models.ops import Op
-from kvcore.models.outcomes import Lent
+from kvcore.invariants.check import Check
+from kvcore.invariants.plain import PLAIN
+from kvcore.models import Done, Geometry, Model, Outcome, Violation
+from kvcore.models.ops import Clear, Op
+from kvcore.reports.moment import Moment, look
 from kvcore.targets.protocol import Target, View
 from kvcore.targets.registry import open_target
 
 DEATH = "the process died"
 """How the clause of a program that killed its process begins to say what was seen."""
 
-
-@dataclass(frozen=True, slots=True)
-class Owner:
-    """Who holds a full page: the ``page``-th page of ``sequence``, ``tokens`` of it in use."""
-
-    sequence: int
-    page: int
-    tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Moment:
-    """A target's state between two ops, beside what the model knows of it.
-
-    ``full_free``, ``swa_free``: how often each page is in the free containers. ``mapping``: the
-    whole mapping tensor. ``owners``: by full page. ``full_pending``, ``swa_pending``: pages that
-    wait in the open group. ``unclaimed_full``, ``unclaimed_swa``: pages of an answer that the model
-    rejected.
-    """
-
-    geometry: Geometry
-    full_free: Counter[int]
-    swa_free: Counter[int]
-    mapping: list[int]
-    owners: dict[int, Owner]
-    full_pending: frozenset[int]
-    swa_pending: frozenset[int]
-    group_open: bool
-    unclaimed_full: frozenset[int] = frozenset()
-    unclaimed_swa: frozenset[int] = frozenset()
+BROKEN_WHEN_FRESH = "broken before the first op, whatever it is"
+"""A word on a violation of which `is_broken_when_fresh` holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +57,11 @@ class Witness:
         self.inner = inner
         self.name, self.geometry, self.contract = inner.name, inner.geometry, inner.contract
         self.answers: list[Outcome | None] = []
+        self.last: Op | None = None
 
     def apply(self, op: Op) -> Outcome:
-        """Apply ``op`` and remember the answer."""
+        """Apply ``op`` and remember it and the answer."""
+        self.last = op
         self.answers.append(None)
         outcome = self.inner.apply(op)
         self.answers[-1] = outcome
@@ -106,6 +81,20 @@ def died(violation: Violation) -> bool:
     return any(clause.seen.startswith(DEATH) for clause in violation.clauses)
 
 
+def is_broken_when_fresh(target: str, geometry: Geometry, law: str) -> bool:
+    """Whether ``law`` is broken on a new target before any op: then whatever comes first seems to
+    break it."""
+    if law not in PLAIN:
+        return False
+    fresh = open_target(target)(geometry)
+    model = Model(geometry, fresh.contract)
+    view = fresh.view(stamps=True)
+    check = Check(model, Clear(), Done(), before=None, after=view, held={}, drained=False)
+    clauses = PLAIN[law](check)
+    fresh.close()
+    return bool(clauses)
+
+
 def watch(target: str, geometry: Geometry, verdict: Verdict, index: int) -> Playback:
     """Play the program of ``verdict`` again, here, up to and including op ``index`` (the drain, if
     that is the program's length), and look at the state before and after that op."""
@@ -113,7 +102,7 @@ def watch(target: str, geometry: Geometry, verdict: Verdict, index: int) -> Play
     run = Run(witness)
     for op in verdict.program[:index]:
         run.step(op)
-    before = look(run, witness)
+    before = _look(run, witness)
     violation = verdict.violation
     if violation is not None and violation.op_index == index and died(violation):
         answers = [*witness.answers, None][: len(verdict.program)]
@@ -124,34 +113,9 @@ def watch(target: str, geometry: Geometry, verdict: Verdict, index: int) -> Play
         else:
             run.finish()
     answers = witness.answers[: len(verdict.program)]
-    return Playback(target, geometry, verdict, answers, index, before, look(run, witness))
+    return Playback(target, geometry, verdict, answers, index, before, _look(run, witness))
 
 
-def look(run: Run, witness: Witness) -> Moment:
-    """The state of ``run`` now."""
-    host, model = witness.view(stamps=False).host(), run.model
-    size = witness.geometry.page_size
-    owners = {
-        page.full: Owner(seq, number, page.tokens)
-        for seq, row in model.rows.items()
-        for number, page in enumerate(row.pages)
-    }
-    unclaimed_full: frozenset[int] = frozenset()
-    unclaimed_swa: frozenset[int] = frozenset()
+def _look(run: Run, witness: Witness) -> Moment:
     answer = witness.answers[-1] if witness.answers else None
-    if run.violation is not None and isinstance(answer, Lent):
-        unclaimed_full = frozenset(slot // size for slot in answer.slots) - owners.keys()
-        held = {page.swa for _, page in model.lent_pages()}
-        unclaimed_swa = frozenset(peer // size for peer in answer.peers if peer) - held
-    return Moment(
-        geometry=witness.geometry,
-        full_free=Counter(host.full_free),
-        swa_free=Counter(host.swa_free),
-        mapping=host.mapping,
-        owners=owners,
-        full_pending=frozenset(model.full.pending),
-        swa_pending=frozenset(model.swa.pending),
-        group_open=model.group_open,
-        unclaimed_full=unclaimed_full,
-        unclaimed_swa=unclaimed_swa,
-    )
+    return look(run, witness.view(stamps=True), witness.last, answer)

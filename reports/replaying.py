@@ -15,7 +15,7 @@ from kvcore.models import Violation
 from kvcore.models.trace import Trace, new_header
 from kvcore.reports.edge import BadInput, Status
 from kvcore.reports.layout import messages, output
-from kvcore.reports.playback import watch
+from kvcore.reports.playback import BROKEN_WHEN_FRESH, is_broken_when_fresh, watch
 from kvcore.reports.trace_files import check_file, replay_command, write_trace
 from kvcore.reports.violation_page import (
     Whereabouts,
@@ -39,8 +39,13 @@ def replay(trace: Trace, path: Path, target: str | None, step: int | None) -> St
     if verdict.violation is None:
         return _show_pass(console, trace, name, verdict)
     _tell_skipped(console, trace, verdict)
-    where = Whereabouts(str(path), replay_command(path, target), _compared(trace, verdict))
-    playback = watch(name, trace.header.geometry, verdict, verdict.violation.op_index)
+    geometry = trace.header.geometry
+    notes = [_compared(trace, verdict)]
+    if is_broken_when_fresh(name, geometry, verdict.violation.law):
+        notes.append(BROKEN_WHEN_FRESH)
+    note = "; ".join(filter(None, notes))
+    where = Whereabouts(str(path), replay_command(path, target), note)
+    playback = watch(name, geometry, verdict, verdict.violation.op_index)
     render_violation(console, playback, verdict.violation, where)
     return Status.VIOLATION
 

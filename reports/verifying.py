@@ -5,6 +5,8 @@ Leaves out how the campaign runs (`kvcore.strategies.campaign`) and how things l
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -13,7 +15,7 @@ from kvcore.models.trace import Trace, new_header
 from kvcore.reports import edge
 from kvcore.reports.edge import BadInput, Status
 from kvcore.reports.layout import messages, output
-from kvcore.reports.playback import watch
+from kvcore.reports.playback import BROKEN_WHEN_FRESH, is_broken_when_fresh, watch
 from kvcore.reports.progress import showing
 from kvcore.reports.trace_files import check_directory, replay_command, save_trace
 from kvcore.reports.verify_page import render_report, signature
@@ -80,9 +82,10 @@ def run(plan: Plan, traces: Path) -> Status:
         report = run_campaign(plan, show)
     if report.tally.steps == 0:
         raise BadInput(f"a time budget of {plan.time_budget:g} s is too short for a single step")
-    render_report(console, report, plan.target)
+    findings = distinct(report.findings)
+    render_report(console, replace(report, findings=findings), plan.target)
     shown: set[tuple[str, str]] = set()
-    for finding in report.findings:
+    for finding in findings:
         with messages().status(f"shrinking {signature(finding)}"):
             shrunk = _shrink(finding)
         # Two laws broken by one cause may shrink to one program.
@@ -90,7 +93,26 @@ def run(plan: Plan, traces: Path) -> Status:
         if what not in shown:
             shown.add(what)
             show_finding(console, finding, shrunk, traces)
-    return Status.VIOLATION if report.findings else Status.CLEAN
+    return Status.VIOLATION if findings else Status.CLEAN
+
+
+def distinct(findings: Sequence[Finding]) -> list[Finding]:
+    """One finding a cause, as far as can be told: of a law that is broken before the first op, as
+    many as there are kinds of ops may be found, and the plainest says it all."""
+    plain: dict[str, Finding] = {}
+    others: list[Finding] = []
+    for finding in findings:
+        law = finding.violation.law
+        if not is_broken_when_fresh(finding.target, finding.geometry, law):
+            others.append(finding)
+        elif law not in plain or _odd(finding) < _odd(plain[law]):
+            plain[law] = finding
+    return [*plain.values(), *others]
+
+
+def _odd(finding: Finding) -> tuple[bool, int]:
+    """How much a program has to it: a call that no caller makes, and its length."""
+    return any(op.hostile for op in finding.program), len(finding.program)
 
 
 def show_finding(console: Console, finding: Finding, shrunk: Shrunk | None, traces: Path) -> None:
@@ -102,6 +124,8 @@ def show_finding(console: Console, finding: Finding, shrunk: Shrunk | None, trac
     note = (
         f"shrunk from {count(len(finding.program), 'op')} in {count(kept.executions, 'execution')}"
     )
+    if is_broken_when_fresh(finding.target, kept.geometry, kept.violation.law):
+        note += f"; {BROKEN_WHEN_FRESH}"
     where = Whereabouts(str(path), replay_command(path), note)
     if shrunk is None:
         render_lost(console, finding.target, finding.violation, where)

@@ -17,8 +17,12 @@ from rich.text import Text
 from kvcore.invariants import BY_ID, DRAIN
 from kvcore.models import Clause, Violation
 from kvcore.reports.layout import heading, new_table
-from kvcore.reports.page_tables import SIGN, page_tables
-from kvcore.reports.playback import Moment, Playback
+from kvcore.reports.lines import SAME, SIGN
+from kvcore.reports.memory_table import memory_table
+from kvcore.reports.moment import Moment
+from kvcore.reports.page_tables import page_tables
+from kvcore.reports.playback import Playback
+from kvcore.reports.request_table import request_table
 from kvcore.reports.wording import answer, arguments, count, pools, ranges
 from kvcore.targets.faults import Fault
 
@@ -154,7 +158,7 @@ def program_table(playback: Playback, violation: Violation | None) -> Table:
             f"{SIGN} {index}" if broke else str(index),
             op.kind,
             Text(arguments(op)),
-            Text(answer(outcome, playback.geometry)),
+            Text(answer(op, outcome, playback.geometry)),
             style="bold red" if broke else "",
         )
     return table
@@ -180,7 +184,12 @@ def _last_state(playback: Playback, name: str) -> Iterator[RenderableType]:
 
 
 def _tables(moments: Sequence[Moment], clauses: Sequence[Clause] = ()) -> Iterator[RenderableType]:
-    for table in page_tables(moments, clauses):
+    tables = page_tables(moments, clauses)
+    if moments[0].geometry.requests:
+        tables.append(request_table(moments, clauses))
+    if moments[0].memory:
+        tables.append(memory_table(moments, clauses))
+    for table in tables:
         yield Text()
         yield table
 
@@ -188,5 +197,9 @@ def _tables(moments: Sequence[Moment], clauses: Sequence[Clause] = ()) -> Iterat
 def _groups(moments: Sequence[Moment]) -> Text:
     words = ["open" if moment.group_open else "closed" for moment in moments]
     changes = ", then ".join(words) if len(set(words)) > 1 else words[0]
-    legend = f"; {SIGN} broke the law, · did not change" if len(moments) > 1 else ""
-    return Text(f"  free group {changes}{legend}", style="dim")
+    lines = [f"  free group {changes}"]
+    if len(moments) > 1:
+        lines[0] += f"; {SIGN} broke the law, {SAME} did not change"
+    if moments[0].geometry.sparse:
+        lines.append("  full pages are the logical pages; device pages lie under them")
+    return Text("\n".join(lines), style="dim")

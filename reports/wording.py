@@ -5,7 +5,7 @@ Leaves out layout and colour, which are the pages' business.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
 from kvcore.models import Geometry, Outcome, ops
@@ -19,6 +19,9 @@ FORMS = {
     "segments": ", as two segments",
 }
 
+ON_BACKUPS = frozenset(("restore_short",))
+"""Hostile calls that name a backup, where others name a sequence."""
+
 
 def count(number: int, noun: str) -> str:
     """``number`` with its noun, thousands separated: "1 page", "2,000 pages"."""
@@ -26,18 +29,32 @@ def count(number: int, noun: str) -> str:
 
 
 def pools(geometry: Geometry) -> str:
-    """The pools in words: "16 full and 12 SWA pages of 4 slots"."""
-    swa = f" and {geometry.swa_pages} SWA" if geometry.hybrid else ""
-    slots = count(geometry.page_size, "slot")
-    sort = ", reused in order" if geometry.need_sort else ""
-    return f"{geometry.full_pages} full{swa} pages of {slots}{sort}"
+    """The pools in words: "16 full and 12 SWA pages of 4 slots over 8 device pages of 1 slot"."""
+    sides = count(geometry.full_pages, "full page")
+    if geometry.hybrid:
+        sides = f"{geometry.full_pages:,} full and {count(geometry.swa_pages, 'SWA page')}"
+    parts = [f"{sides} of {count(geometry.page_size, 'slot')}"]
+    if geometry.sparse:
+        device = count(geometry.device_pages, "device page")
+        parts[0] += f" over {device} of {count(geometry.device_page_size, 'slot')}"
+    parts += ["every layer sliding"] * geometry.pure_swa
+    parts += [geometry.attention.upper()] * (geometry.attention != "mha")
+    parts += [count(geometry.requests, "request")] * (geometry.requests > 0)
+    parts += ["memory saver"] * geometry.saver
+    parts += ["reused in order"] * geometry.need_sort
+    return ", ".join(parts)
 
 
 def ranges(numbers: Iterable[int]) -> str:
     """Distinct numbers in order, runs of three or more drawn together: "1, 2, 4-7"."""
-    ordered = sorted(set(numbers))
-    breaks = [i for i, (a, b) in enumerate(pairwise(ordered), 1) if b != a + 1]
-    runs = [ordered[i:j] for i, j in pairwise([0, *breaks, len(ordered)])] if ordered else []
+    return in_order(sorted(set(numbers)))
+
+
+def in_order(numbers: Iterable[int]) -> str:
+    """Numbers as they stand, rising runs of three or more drawn together: "8-11, 4, 5"."""
+    given = list(numbers)
+    breaks = [i for i, (a, b) in enumerate(pairwise(given), 1) if b != a + 1]
+    runs = [given[i:j] for i, j in pairwise([0, *breaks, len(given)])] if given else []
     parts: list[str] = []
     for run in runs:
         parts += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else [str(number) for number in run]
@@ -64,8 +81,9 @@ def arguments(op: ops.Op) -> str:
             plural = "s" if len(op.seqs) > 1 else ""
             return f"sequence{plural} {names} +1 token{_scribbled(op.overwrite)}"
         case ops.SwaTail():
-            return f"sequence {op.seq} +{count(op.tokens, 'token')}, SWA for the last {op.tail}"
-        case ops.Free() | ops.FreeSwa() | ops.FreeFull():
+            last = f"{op.tail} before the last {op.beyond}" if op.beyond else f"last {op.tail}"
+            return f"sequence {op.seq} +{count(op.tokens, 'token')}, SWA for the {last}"
+        case ops.Free() | ops.FreeSwa() | ops.FreeFull() | ops.FreeDevice():
             pages = f"sequence {op.seq}, {span(op.start, op.stop)}"
             return f"{pages}{FORMS[op.form]}{_scribbled(op.overwrite)}"
         case ops.Hostile():
@@ -90,12 +108,35 @@ def _moving(op: ops.Op) -> str:
         case ops.Restore():
             tail = "" if op.tail is None else f", SWA for the last {count(op.tail, 'token')}"
             return f"backup {op.backup} as sequence {op.seq}{tail}"
+        case ops.Relocate():
+            return f"sequence {op.seq} into new slots"
+        case _:
+            return _on_devices(op)
+
+
+def _on_devices(op: ops.Op) -> str:
+    match op:
+        case ops.ExtendLogical():
+            parts = ", ".join(f"sequence {seq} +{count(n, 'token')}" for seq, n in op.parts)
+            return f"{parts}, no device slots"
+        case ops.DeviceBuffer():
+            buffer = f"buffer {op.buffer} of {count(op.pages, 'device page')}"
+            return f"sequence {op.seq} into {buffer}"
+        case ops.FreeBuffer():
+            return f"buffer {op.buffer}"
+        case ops.Reserve():
+            return f"region {op.region} under {op.memory}: {count(op.size, 'OS page')}"
+        case ops.Drop():
+            return f"region {op.region}"
+        case ops.Pause() | ops.Resume():
+            return op.memory
         case _:
             return ""
 
 
 def _hostile(op: ops.Hostile) -> str:
-    names = [f"sequence {name}" for name in (op.seq, op.other) if name >= 0]
+    noun = "backup" if op.call in ON_BACKUPS else "sequence"
+    names = [f"{noun} {name}" for name in (op.seq, op.other) if name >= 0]
     what = HOSTILE_CALLS[op.call].what
     return f"{what} ({', '.join(names)})" if names else what
 
@@ -104,14 +145,12 @@ def _scribbled(overwrite: bool) -> str:
     return "; tensor then overwritten" if overwrite else ""
 
 
-def answer(outcome: Outcome | None, geometry: Geometry) -> str:
-    """What a target answered: the pages lent, or how the call ended; None if it never ended."""
+def answer(op: ops.Op, outcome: Outcome | None, geometry: Geometry) -> str:
+    """What a target answered to ``op``: the pages lent, or how the call ended; None if it never
+    did."""
     match outcome:
         case Lent():
-            size = geometry.page_size
-            full = f"full {ranges(slot // size for slot in outcome.slots)}"
-            peers = {peer // size for peer in outcome.peers if peer}
-            return f"{full}; SWA {ranges(peers)}" if peers else full
+            return "; ".join(_lent(op, outcome, geometry))
         case Refused():
             return "None: no room"
         case Raised():
@@ -120,3 +159,18 @@ def answer(outcome: Outcome | None, geometry: Geometry) -> str:
             return "did not return"
         case _:
             return "done"
+
+
+def _lent(op: ops.Op, lent: Lent, geometry: Geometry) -> Iterator[str]:
+    """The pages of an answer, side by side; a side without any is left out."""
+    entries = geometry.device_page_size
+    if isinstance(op, ops.DeviceBuffer):
+        yield f"device {ranges(slot // entries for slot in lent.slots)}"
+        return
+    yield f"full {ranges(slot // geometry.page_size for slot in lent.slots)}"
+    if peers := {peer // geometry.page_size for peer in lent.peers if peer}:
+        yield f"SWA {ranges(peers)}"
+    if device := {slot // entries for slot in lent.device if slot}:
+        yield f"device {ranges(device)}"
+    if lent.requests:
+        yield f"request {ranges(lent.requests)}"

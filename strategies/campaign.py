@@ -20,7 +20,7 @@ from kvcore.strategies.profiles import PROFILES
 from kvcore.strategies.sources import Burst, SourceName
 from kvcore.strategies.walker import WalkPlan
 from kvcore.strategies.workers import Crashed, Died, Job, WorkerPool
-from kvcore.targets.registry import machines, may_crash, variants
+from kvcore.targets.registry import machines, may_crash, variants, ways
 
 DEFAULT_PAGE_SIZES = (1, 2, 4, 16)
 FOREIGN_PAGE_SIZES = (1, 4)
@@ -156,17 +156,16 @@ def run_campaign(plan: Plan, on_progress: Callable[[Progress], None]) -> Report:
 def _cells(target: str) -> list[Cell]:
     """A round: each source in turn over all machines, as often as their share says; the ways of
     calling the target alternate."""
-    ways = variants(target)
     names = [name for name in machines(target) for _ in range(MACHINES[name].share)]
     if len(machines(target)) == 1:
-        names = list(machines(target))
-    if may_crash(target) or len(names) == 1:
-        return [Cell(way, name, source) for source in TURNS for name in names for way in ways]
-    return [
-        Cell(ways[(turn // 2 + place) % len(ways)], name, source)
-        for turn, source in enumerate(TURNS)
-        for place, name in enumerate(names)
-    ]
+        (only,) = machines(target)
+        return [Cell(way, only, source) for source in TURNS for way in ways(target, only)]
+    cells: list[Cell] = []
+    for turn, source in enumerate(TURNS):
+        for place, name in enumerate(names):
+            called = ways(target, name)
+            cells.append(Cell(called[(turn // 2 + place) % len(called)], name, source))
+    return cells
 
 
 def _jobs(plan: Plan, deadline: float) -> Iterator[Job]:

@@ -86,6 +86,8 @@ def _requests(rng: random.Random, page_size: int, sort: bool) -> Geometry:
 
 
 def _saver(rng: random.Random, page_size: int, sort: bool) -> Geometry:
+    if rng.random() < 0.2:
+        return msgspec.structs.replace(_hisparse(rng, page_size, sort), saver=True)
     geometry = _small(rng, page_size, sort)
     attention = rng.choice(("mha", "mla", "dsa"))
     return msgspec.structs.replace(geometry, attention=attention, saver=True)
@@ -116,7 +118,8 @@ MACHINES: dict[str, Machine] = {
         Machine("request pool", _requests),
         Machine("memory saver", _saver),
         Machine("composed", _composed),
+        Machine("wrapper beside inner", _hybrid, page_unit=COMPRESS),
     )
 }
-"""Every machine by name; "composed" runs allocator, request pool, retraction and memory saver
-together, on every kind of attention."""
+"""Every machine by name. "composed" runs allocator, request pool, retraction and memory saver
+together, on every kind of attention; "wrapper beside inner" two allocators in lockstep (law L9)."""

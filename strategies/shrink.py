@@ -14,7 +14,7 @@ from functools import partial
 from itertools import combinations
 from typing import Protocol
 
-from kvcore.invariants import Verdict
+from kvcore.invariants import BY_ID, Cost, Verdict
 from kvcore.models import Geometry, Violation
 from kvcore.models.ops import Op
 from kvcore.strategies.isolation import run_program
@@ -81,7 +81,7 @@ def shrink_played(
     located = play(geometry, program).violation
     if located is None:
         raise NotReproduced(f"the program breaks no law any more; it broke {violation.law}")
-    rare = located.law == "stamps"
+    rare = BY_ID[located.law].cost is Cost.PERIODIC
     shrinker = Shrinker(
         lambda smaller, part: play(
             smaller, part, period=1 if rare or len(part) <= SHORT else LONG_PERIOD

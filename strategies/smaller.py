@@ -21,6 +21,9 @@ PLAINER: tuple[dict[str, Any], ...] = (
 )
 """Changes after which a geometry has less to it."""
 
+KINDS = ("mha", "mla", "dsa")
+"""Kinds of attention, the plainest first."""
+
 SIDES = ("device_pages", "full_pages", "swa_pages", "requests")
 FEW = (1, 2, 3, 4, 6, 8, 12, 16)
 """Sizes worth trying for a side, smallest first."""
@@ -28,11 +31,13 @@ FEW = (1, 2, 3, 4, 6, 8, 12, 16)
 
 def resized(geometry: Geometry, **changes: Any) -> Geometry | None:
     """The geometry with these changes; None where there is no such geometry, where nothing changes,
-    or where a side grows."""
+    where a side grows, or where the attention gets less plain."""
     now = msgspec.structs.asdict(geometry)
     if all(now[name] == value for name, value in changes.items()):
         return None
     if any(changes[side] > now[side] for side in SIDES if side in changes):
+        return None
+    if KINDS.index(changes.get("attention", "mha")) > KINDS.index(geometry.attention):
         return None
     if geometry.sparse and geometry.compress == 1 and "device_pages" in changes:
         ratio = geometry.full_pages // geometry.device_pages

@@ -15,6 +15,7 @@ from kvcore import (
     BaseTokenToKVPoolAllocator,
     CompressedHiSparseTokenToKVPoolAllocator,
     HiSparseTokenToKVPoolAllocator,
+    MemorySaver,
     PagedTokenToKVPoolAllocator,
     PureSWATokenToKVPoolAllocator,
     ReqToTokenPool,
@@ -93,7 +94,7 @@ def core_target(
     parts = parts or CoreParts()
     saver = parts.pools.saver() if geometry.saver else None
     pool = build_pool(geometry, parts.pools, device, saver=saver)
-    allocator, dialect, stamped = _allocator(geometry, parts, pool, validate, device)
+    allocator, dialect, stamped = _allocator(geometry, parts, pool, saver, validate, device)
     sparse = dialect if isinstance(dialect, HiSparseDialect | CompressedDialect) else None
     requests = _requests(geometry, parts, allocator, device) if geometry.requests else None
     probe = SaverProbe(saver, *stamped.ranges()) if saver is not None else None
@@ -126,7 +127,12 @@ Built = tuple[BaseTokenToKVPoolAllocator, Dialect, StampedPool]
 
 
 def _allocator(
-    geometry: Geometry, parts: CoreParts, pool: Pool, validate: bool, device: str
+    geometry: Geometry,
+    parts: CoreParts,
+    pool: Pool,
+    saver: MemorySaver | None,
+    validate: bool,
+    device: str,
 ) -> Built:
     size, page, sort = geometry.full_size, geometry.page_size, geometry.need_sort
     kind = torch.int64
@@ -136,7 +142,7 @@ def _allocator(
         hybrid = parts.hybrid(size, swa, page, kind, device, pool, sort, validate=validate)
         if not geometry.sparse:
             return hybrid, HybridDialect(hybrid, stamped.device), stamped
-        entries = build_device_pool(geometry, device)
+        entries = build_device_pool(geometry, device, saver=saver)
         outer = parts.compressed(hybrid, entries, validate=validate)
         dialect = CompressedDialect(outer, stamped.device)
         return outer, dialect, StampedPool(pool, entries)

@@ -229,6 +229,14 @@ class PairedDialect(CoreDialect[HybridT]):
         return self.allocator.full_to_swa_index_mapping
 
 
+HYBRID_QUERIES = (
+    *("full page_size", "SWA page_size", "size", "size_full", "size_swa"),
+    *("full_available_size", "swa_available_size", "room for what is free"),
+    *("room for one full page more", "room for one SWA page more"),
+)
+"""What a hybrid allocator is asked about itself: sizes and room in slots, then yes or no."""
+
+
 class HybridDialect(PairedDialect[SWATokenToKVPoolAllocator]):
     """Calls on the hybrid allocator itself."""
 
@@ -259,6 +267,7 @@ class HybridDialect(PairedDialect[SWATokenToKVPoolAllocator]):
                 *rooms,
                 *(1, 0, 0),
             ),
+            asked=HYBRID_QUERIES,
         )
 
 
@@ -312,4 +321,8 @@ class PureDialect(Unpaired[PureSWATokenToKVPoolAllocator]):
                 int(whole.new_pages_available(0, pages + 1)),
             ),
             inner=(inner.page_size, inner.size, inner.size, inner.size, 1, 0, 0),
+            asked=(
+                *("page_size", "size", "size_full", "size_swa", "room for what is free"),
+                *("room for one full page more", "room for one SWA page more"),
+            ),
         )

@@ -96,6 +96,7 @@ class HiSparseDialect(
             outer=(whole.page_size, whole.page_size, whole.size, whole.size_full),
             inner=(logical.page_size, device.page_size, logical.size, logical.size_full),
             device_available=device.available_size(),
+            asked=("page_size", "device page_size", "size", "size_full"),
         )
 
 
@@ -135,8 +136,8 @@ class CompressedDialect(
                 whole.swa_available_size(),
                 int(whole.new_pages_available(*pages)),
                 int(whole.new_pages_available(0, pages[1] + 1)),
-                id(whole.full_to_swa_index_mapping),
-                id(whole.get_kvcache()),
+                int(whole.full_to_swa_index_mapping is inner.full_to_swa_index_mapping),
+                int(whole.get_kvcache() is inner.get_kvcache()),
             ),
             inner=(
                 inner.page_size,
@@ -147,8 +148,13 @@ class CompressedDialect(
                 swa,
                 int(inner.new_pages_available(*pages)),
                 int(inner.new_pages_available(0, pages[1] + 1)),
-                id(inner.full_to_swa_index_mapping),
-                id(inner.get_kvcache()),
+                *(1, 1),
             ),
             device_available=device,
+            asked=(
+                *("page_size", "size", "size_full", "size_swa"),
+                *("full_available_size", "swa_available_size"),
+                *("room for what is free", "room for one SWA page more"),
+                *("the same mapping", "the same kvcache"),
+            ),
         )

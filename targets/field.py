@@ -9,7 +9,7 @@ of other names (`kvcore.targets.dialect`).
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -157,11 +157,8 @@ def field_contract(geometry: Geometry, calls: Collection[str] = ()) -> Contract:
     )
 
 
-class FieldQueries(NamedTuple):
-    """What an allocator says of itself, both in slots."""
-
-    page_size: int
-    size: int
+QUERIES = ("page_size", "size")
+"""What an allocator is asked about itself, both in slots."""
 
 
 class FieldCalls(CoreDialect[Any]):
@@ -209,8 +206,8 @@ class FieldDialect(FieldCalls, Unpaired[Any]):
     def answers(self) -> Answers:
         """Capacity in slots; what the allocator says of its geometry, for a twin."""
         room = int(self.allocator.available_size())
-        said = FieldQueries(int(self.allocator.page_size), int(self.allocator.size))
-        return Answers(room, room, 0, outer=said, inner=said)
+        said = (int(self.allocator.page_size), int(self.allocator.size))
+        return Answers(room, room, 0, outer=said, inner=said, asked=QUERIES)
 
 
 class FieldPairedDialect(FieldCalls, PairedDialect[Any]):
@@ -236,8 +233,8 @@ class FieldPairedDialect(FieldCalls, PairedDialect[Any]):
         """Capacity in slots; what the allocator says of its geometry, for a twin."""
         whole = self.allocator
         full, swa = int(whole.full_available_size()), int(whole.swa_available_size())
-        said = FieldQueries(int(whole.page_size), int(whole.size))
-        return Answers(int(whole.available_size()), full, swa, outer=said, inner=said)
+        room, said = int(whole.available_size()), (int(whole.page_size), int(whole.size))
+        return Answers(room, full, swa, outer=said, inner=said, asked=QUERIES)
 
 
 def field_target(

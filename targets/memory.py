@@ -29,12 +29,10 @@ TAGS: tuple[ops.Memory, ...] = ("kv_cache", "weights")
 
 
 def whole_pages(addresses: Sequence[int], lengths: Sequence[int]) -> Ranges:
-    """Ranges rounded to the operating-system pages that they lie in."""
-    ranges = []
-    for address, length in zip(addresses, lengths, strict=True):
-        start = address // PAGE * PAGE
-        ranges.append((start, -(-(address + length) // PAGE) * PAGE - start))
-    return tuple(ranges)
+    """Ranges of as many operating-system pages as the lengths need, from the pages on that the
+    addresses lie in: the same number wherever the memory is."""
+    pairs = zip(addresses, lengths, strict=True)
+    return tuple((at // PAGE * PAGE, -(-length // PAGE) * PAGE) for at, length in pairs)
 
 
 def resident_bytes(ranges: Ranges) -> int:

@@ -101,7 +101,9 @@ def build_pool(
     )
 
 
-def build_device_pool(geometry: Geometry, device: str = "cpu") -> CompressedKVPool:
+def build_device_pool(
+    geometry: Geometry, device: str = "cpu", *, saver: MemorySaver | None = None
+) -> CompressedKVPool:
     """The pool of compressed entries under a hybrid one."""
     return CompressedKVPool(
         geometry.device_size,
@@ -109,7 +111,8 @@ def build_device_pool(geometry: Geometry, device: str = "cpu") -> CompressedKVPo
         torch.int64,
         layer_num=1,
         device=device,
-        enable_memory_saver=False,
+        enable_memory_saver=saver is not None,
+        memory_saver=saver,
         **LATENT,
     )
 
@@ -140,6 +143,8 @@ class StampedPool:
         """Addresses and lengths in bytes of every buffer of the pool."""
         pool = self._pool
         parts = [pool.full_kv_pool, pool.swa_kv_pool] if isinstance(pool, SWAKVPool) else [pool]
+        if self._device_pool is not None and self._device_pool is not pool:
+            parts.append(self._device_pool)
         addresses: list[int] = []
         lengths: list[int] = []
         for part in parts:

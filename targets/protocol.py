@@ -42,7 +42,7 @@ MHA_STREAMS = (
 class Answers:
     """What the public queries say, as host numbers: room in slots (of the device side as such, not
     in logical slots) and in rows of the request pool, and for law L9 what the outer allocator and
-    its inner ones say of the same thing."""
+    its inner ones say of the same thing; ``asked`` names those questions."""
 
     available: int
     full_available: int
@@ -51,12 +51,13 @@ class Answers:
     inner: tuple[int, ...] = ()
     device_available: int = 0
     requests_available: int = 0
+    asked: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
     """Memory under one tag, in bytes: how much the operating system holds resident of what was
-    allocated there, and how much the saver says it does. ``values``: the first byte of each piece
+    allocated there, and how much the saver says it does. ``values``: the last byte of each piece
     that a program reserved, in the order of their names; empty while the tag is paused."""
 
     resident: int

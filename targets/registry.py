@@ -17,6 +17,10 @@ from kvcore.targets.faults import FAULTS, fault_target
 from kvcore.targets.protocol import TargetFactory
 from kvcore.targets.sglang.release import ReleaseError, load_release
 from kvcore.targets.sglang.target import release_target
+from kvcore.targets.twin import forwarding_twin
+
+WRAPPED = "kvcore#wrapped"
+WRAPPER = "wrapper beside inner"
 
 
 class UnknownTarget(Exception):
@@ -28,6 +32,11 @@ def list_targets() -> list[tuple[str, str]]:
     return [
         ("kvcore", "kvcore's own allocators, every check on; the default"),
         ("kvcore#unchecked", "the same with validate=False, as engines run them"),
+        (
+            WRAPPED,
+            "the compressed HiSparse allocator beside the hybrid one that it wraps, on the same "
+            "ops: law L9",
+        ),
         (
             "sglang:DIR",
             "the released allocator unpacked in DIR (pip install --no-deps --target DIR "
@@ -50,6 +59,8 @@ def list_targets() -> list[tuple[str, str]]:
 def open_target(name: str) -> TargetFactory:
     """The factory behind ``name``; raises `UnknownTarget` with one sentence."""
     family, colon, rest = name.partition(":")
+    if name == WRAPPED:
+        return lambda geometry: forwarding_twin(geometry, name=name)
     if name in ("kvcore", "kvcore#unchecked"):
         validate = name == "kvcore"
         return lambda geometry: core_target(geometry, name=name, validate=validate)
@@ -66,10 +77,17 @@ def open_target(name: str) -> TargetFactory:
 def variants(name: str) -> list[str]:
     """The targets that a verification of ``name`` covers: all ways in which it is called."""
     if name == "kvcore":
-        return ["kvcore", "kvcore#unchecked"]
+        return ["kvcore", "kvcore#unchecked", WRAPPED]
     if name.startswith("sglang:") and "#" not in name:
         return [name, f"{name}#exhaustion"]
     return [name]
+
+
+def ways(name: str, machine: str) -> list[str]:
+    """Those of the variants of ``name`` that ``machine`` is for."""
+    if machine == WRAPPER:
+        return [WRAPPED] if WRAPPED in variants(name) else [name]
+    return [variant for variant in variants(name) if machine in machines(variant)]
 
 
 def may_crash(name: str) -> bool:
@@ -87,6 +105,7 @@ MACHINES = (
     "request pool",
     "memory saver",
     "composed",
+    WRAPPER,
 )
 """Every machine, see `kvcore.strategies.machines`."""
 
@@ -94,8 +113,10 @@ MACHINES = (
 def machines(name: str) -> tuple[str, ...]:
     """The machines that a target can be put on trial with: ours with all, a known fault with the
     one that shows it, foreign ones as hybrid allocators, or if they are none as single pools."""
+    if name == WRAPPED:
+        return (WRAPPER,)
     if name.startswith("kvcore"):
-        return MACHINES
+        return MACHINES if name == "kvcore" else MACHINES[:-1]
     family, _, rest = name.partition(":")
     if family == "python":
         return (_fitting_machine(_imported(rest), rest),)

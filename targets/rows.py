@@ -70,15 +70,20 @@ class RowBook:
     def leave(self, seq: int, start: int, stop: int | None) -> None:
         """Pages ``[start, stop)`` leave the row, which closes up."""
         size = self.page_size
-        row, gone = self.slots[seq], self.gone.pop(seq, set())
         end = self.pages(seq) if stop is None else stop
-        ghosts = row[start * size : end * size]
-        if gone:
-            ghosts = [slot for i, slot in enumerate(ghosts, start * size) if i // size not in gone]
+        self.ghosts[seq] = self._held(seq, start, end)
+        if gone := self.gone.pop(seq, set()):
             before = {page for page in gone if page < start}
             self.gone[seq] = before | {page - end + start for page in gone if page >= end}
-        self.ghosts[seq] = ghosts
         self._cut(seq, start * size, end * size)
+
+    def _held(self, seq: int, start: int, end: int) -> list[int]:
+        """The slots of pages ``[start, end)``, without those that are gone."""
+        size, gone = self.page_size, self.left_behind(seq)
+        slots = self.span(seq, start, end)
+        if not gone:
+            return slots
+        return [slot for at, slot in enumerate(slots, start * size) if at // size not in gone]
 
     def take_over(self, seq: int, start: int, slots: list[int]) -> None:
         """The row's slots from page ``start`` on are others now."""
@@ -100,7 +105,7 @@ class RowBook:
 
     def clear(self) -> None:
         """Every row was dropped."""
-        self.ghosts.update(self.slots)
+        self.ghosts.update({seq: self._held(seq, 0, self.pages(seq)) for seq in self.slots})
         self.slots, self.gone = {}, {}
 
 

@@ -9,9 +9,6 @@ Leaves out which slots are lent, which no law prescribes, and what only the oute
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
-
 import msgspec
 import torch
 
@@ -21,12 +18,11 @@ from kvcore.models import Contract, Geometry, Outcome
 from kvcore.models.ops import Op
 from kvcore.models.outcomes import Done, Lent, Raised
 from kvcore.targets.core import CoreParts, core_contract, core_target
-from kvcore.targets.core_dialects import PairedDialect, Unpaired, all_free
+from kvcore.targets.core_dialects import HYBRID_QUERIES, PairedDialect, Unpaired, all_free
 from kvcore.targets.dialect import Slots, as_tensor
 from kvcore.targets.driver import AllocatorTarget
-from kvcore.targets.field import FieldQueries
 from kvcore.targets.hostile import CoreHostility
-from kvcore.targets.pool import StampedPool, build_device_pool, build_pool
+from kvcore.targets.pool import Pool, StampedPool, build_device_pool, build_pool
 from kvcore.targets.protocol import Answers, Target, TargetFactory, View
 
 
@@ -52,13 +48,12 @@ class TwinTarget:
         self.contract = common_contract(outer.contract, inner.contract)
         self._outer, self._inner = outer, inner
         self._said = self._meant = "nothing yet"
-        said, meant = (one.view(stamps=False).answers.outer for one in (outer, inner))
-        if len(said) != len(meant):
+        asked, others = (one.view(stamps=False).answers for one in (outer, inner))
+        if (asked.asked, len(asked.outer)) != (others.asked, len(others.outer)):
             raise ValueError(
-                f"{outer.name} answers {len(said)} queries about itself and {inner.name} "
-                f"{len(meant)}, expected the same ones: make both targets in one way"
+                f"{outer.name} answers {len(asked.outer)} queries about itself and {inner.name} "
+                f"{len(others.outer)}, expected the same ones: make both targets in one way"
             )
-        self._queries = query_names(said)
 
     def apply(self, op: Op) -> Outcome:
         """Apply ``op`` to both; the inner target's answer."""
@@ -72,8 +67,8 @@ class TwinTarget:
         view = self._inner.view(stamps=stamps)
         outer = self._outer.view(stamps=False)
         view.twins = (
-            (self._said, *queries_in_words(self._queries, outer.answers)),
-            (self._meant, *queries_in_words(self._queries, view.answers)),
+            (self._said, *queries_in_words(outer.answers)),
+            (self._meant, *queries_in_words(view.answers)),
         )
         return view
 
@@ -122,32 +117,10 @@ def in_words(op: Op, outcome: Outcome) -> str:
             return f"{op.label}: None"
 
 
-class HybridQueries(NamedTuple):
-    """What a hybrid allocator says of itself, as `HybridDialect` asks: sizes and room in slots,
-    and whether it has just as many pages as it has room for, and one more on either side."""
-
-    page_size: int
-    page_size_again: int
-    size: int
-    size_full: int
-    size_swa: int
-    full_available_size: int
-    swa_available_size: int
-    all_pages_available: int
-    one_full_page_more: int
-    one_swa_page_more: int
-
-
-def query_names(said: tuple[int, ...]) -> tuple[str, ...]:
-    """What the answers to the queries are called in messages."""
-    if isinstance(said, FieldQueries | HybridQueries):
-        return said._fields
-    return tuple(f"query {number}" for number in range(len(said)))
-
-
-def queries_in_words(names: Sequence[str], answers: Answers) -> tuple[str, ...]:
+def queries_in_words(answers: Answers) -> tuple[str, ...]:
     """The answers to the queries, one piece each: capacity in slots, and what the allocator says of
     itself."""
+    names = answers.asked or tuple(f"query {number}" for number in range(len(answers.outer)))
     return (
         f"available {answers.available}",
         f"full side {answers.full_available}",
@@ -180,23 +153,18 @@ class ForwardedDialect(PairedDialect[CompressedHiSparseTokenToKVPoolAllocator]):
         return bool((entries > 0).all())
 
     def answers(self) -> Answers:
-        """As `HybridDialect.answers`."""
+        """As `HybridDialect.answers`, of the wrapper alone."""
         whole = self.allocator
         full, swa = whole.full_available_size(), whole.swa_available_size()
         pages = (full // whole.page_size, swa // whole.page_size)
-        queries = HybridQueries(
-            page_size=whole.page_size,
-            page_size_again=whole.page_size,
-            size=whole.size,
-            size_full=whole.size_full,
-            size_swa=whole.size_swa,
-            full_available_size=full,
-            swa_available_size=swa,
-            all_pages_available=int(whole.new_pages_available(*pages)),
-            one_full_page_more=int(whole.new_pages_available(pages[0] + 1, 0)),
-            one_swa_page_more=int(whole.new_pages_available(0, pages[1] + 1)),
+        said = (
+            *(whole.page_size, whole.page_size, whole.size, whole.size_full, whole.size_swa),
+            *(full, swa, int(whole.new_pages_available(*pages))),
+            int(whole.new_pages_available(pages[0] + 1, 0)),
+            int(whole.new_pages_available(0, pages[1] + 1)),
         )
-        return Answers(whole.available_size(), full, swa, outer=queries, inner=queries)
+        room = whole.available_size()
+        return Answers(room, full, swa, outer=said, inner=said, asked=HYBRID_QUERIES)
 
 
 def forwarded_target(
@@ -221,16 +189,7 @@ def forwarded_target(
     )
     pool = build_pool(geometry, parts.pools)
     stamped = StampedPool(pool)
-    hybrid = parts.hybrid(
-        geometry.full_size,
-        geometry.swa_size,
-        geometry.page_size,
-        torch.int64,
-        "cpu",
-        pool,
-        geometry.need_sort,
-        validate=validate,
-    )
+    hybrid = _hybrid(parts, geometry, geometry.swa_size, pool, validate=validate)
     wrapper = parts.compressed(hybrid, build_device_pool(sparse), validate=validate)
     return AllocatorTarget(
         name,
@@ -240,6 +199,14 @@ def forwarded_target(
         stamped,
         CoreHostility(wrapper, pool, geometry, stamped.device),
     )
+
+
+def _hybrid(
+    parts: CoreParts, geometry: Geometry, swa_size: int, pool: Pool, *, validate: bool
+) -> SWATokenToKVPoolAllocator:
+    """A hybrid allocator with an SWA side of so many slots."""
+    size, page, sort = geometry.full_size, geometry.page_size, geometry.need_sort
+    return parts.hybrid(size, swa_size, page, torch.int64, "cpu", pool, sort, validate=validate)
 
 
 def forwarding_twin(
@@ -274,22 +241,18 @@ class AsSingleDialect(Unpaired[SWATokenToKVPoolAllocator]):
 
 
 def as_single_target(
-    geometry: Geometry, *, name: str = "hybrid as single pool", validate: bool = True
+    geometry: Geometry,
+    *,
+    name: str = "hybrid as single pool",
+    validate: bool = True,
+    parts: CoreParts | None = None,
 ) -> AllocatorTarget:
     """kvcore's hybrid allocator, its SWA side as large as the full one, for the single-pool
     ``geometry``: while nobody gives a peer up alone, it is a single pool."""
-    pool = build_pool(msgspec.structs.replace(geometry, swa_pages=geometry.full_pages))
+    parts = parts or CoreParts()
+    pool = build_pool(msgspec.structs.replace(geometry, swa_pages=geometry.full_pages), parts.pools)
     stamped = StampedPool(pool)
-    hybrid = SWATokenToKVPoolAllocator(
-        geometry.full_size,
-        geometry.full_size,
-        geometry.page_size,
-        torch.int64,
-        "cpu",
-        pool,
-        geometry.need_sort,
-        validate=validate,
-    )
+    hybrid = _hybrid(parts, geometry, geometry.full_size, pool, validate=validate)
     return AllocatorTarget(
         name,
         geometry,
@@ -300,7 +263,9 @@ def as_single_target(
     )
 
 
-def single_twin(geometry: Geometry, *, validate: bool = True) -> TwinTarget:
+def single_twin(
+    geometry: Geometry, *, validate: bool = True, parts: CoreParts | None = None
+) -> TwinTarget:
     """The hybrid allocator of `as_single_target` beside kvcore's own single pool."""
-    outer = as_single_target(geometry, validate=validate)
+    outer = as_single_target(geometry, validate=validate, parts=parts)
     return TwinTarget(outer, core_target(geometry, validate=validate))

@@ -12,7 +12,6 @@ from typing import Literal
 
 from kvcore.models import Geometry, Violation
 from kvcore.targets.core import CoreParts, core_target
-from kvcore.targets.driver import AllocatorTarget
 from kvcore.targets.faults import (
     capacity,
     free_lists,
@@ -23,10 +22,13 @@ from kvcore.targets.faults import (
     saver,
 )
 from kvcore.targets.pool import PoolParts
+from kvcore.targets.protocol import Target
+from kvcore.targets.twin import forwarding_twin
 
 ANY_PAGE_SIZE = (1, 2, 4, 16)
 SINGLE_SLOTS = (1,)
 LARGER_PAGES = (2, 4, 16)
+COMPRESSED_PAGES = (4, 16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,8 +296,18 @@ _LEDGER = (
         _laws("L9"),
         CoreParts(compressed=hisparse.HisparseNotForwarded),
         validate=False,
-        page_sizes=(4, 16),
+        page_sizes=COMPRESSED_PAGES,
         machine="compressed HiSparse",
+    ),
+    Fault(
+        "hisparse-drops-free-swa",
+        "sglang#24039",
+        "H",
+        "The wrapper does not forward free_swa to the allocator that it wraps.",
+        _laws("L9"),
+        CoreParts(compressed=hisparse.HisparseDropsFreeSwa),
+        page_sizes=COMPRESSED_PAGES,
+        machine="wrapper beside inner",
     ),
     Fault(
         "device-buffer-lost",
@@ -343,7 +355,7 @@ FAULTS: dict[str, Fault] = {fault.id: fault for fault in _LEDGER}
 """Every known fault by id."""
 
 
-def fault_target(fault_id: str, geometry: Geometry) -> AllocatorTarget:
+def fault_target(fault_id: str, geometry: Geometry) -> Target:
     """The core of ``geometry`` with one known fault, empty. Where the fault cannot show (see
     `Fault.page_sizes`) this is a right allocator.
 
@@ -351,6 +363,5 @@ def fault_target(fault_id: str, geometry: Geometry) -> AllocatorTarget:
         KeyError: there is no such fault.
     """
     fault = FAULTS[fault_id]
-    return core_target(
-        geometry, name=f"fault:{fault.id}", validate=fault.validate, parts=fault.parts
-    )
+    build = forwarding_twin if fault.machine == "wrapper beside inner" else core_target
+    return build(geometry, name=f"fault:{fault.id}", validate=fault.validate, parts=fault.parts)

@@ -37,6 +37,14 @@ class HisparseNotForwarded(CompressedHiSparseTokenToKVPoolAllocator):
         self.page_size = self.hisparse_page_size
 
 
+class HisparseDropsFreeSwa(CompressedHiSparseTokenToKVPoolAllocator):
+    """The wrapper answers `free_swa` and does not pass it on: the window's pages stay lent
+    (sglang#24039)."""
+
+    def free_swa(self, free_index: torch.Tensor) -> None:
+        """Nothing."""
+
+
 class HisparseWithoutGroups(HiSparseTokenToKVPoolAllocator):
     """Free groups do nothing: what is freed inside one is lent at once (sglang 0.5.23)."""
 

@@ -235,6 +235,10 @@ class ReleaseDialect:
                 self._full.available_size(),
                 self._swa.available_size(),
             ),
+            asked=(
+                *("full page_size", "SWA page_size"),
+                *("full_available_size", "swa_available_size"),
+            ),
         )
 
 

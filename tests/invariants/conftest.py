@@ -16,7 +16,7 @@ from kvcore.invariants import LawBroken, Run, Skipped
 from kvcore.models import Geometry, Outcome, Violation, ops
 from kvcore.models.ops import Op
 from kvcore.targets.core import CoreParts, core_target
-from kvcore.targets.protocol import Answers, Target, View
+from kvcore.targets.protocol import Answers, MemoryView, Stream, Target, View
 
 torch.set_num_threads(1)
 
@@ -33,15 +33,35 @@ class Shown:
     swa_free: list[int]
     mapping: list[int]
     stamps: list[list[int]]
+    pending: list[list[int]]
     held: dict[int, list[int]]
     answers: Answers
+    device_free: list[int]
+    device_mapping: list[int]
+    request_free: list[int]
+    request_rows: list[int]
+    memory: MemoryView | None
+    streams: tuple[Stream, ...]
 
     @classmethod
     def of(cls, view: View) -> "Shown":
+        host = view.host()
         full, swa, mapping = (part.tolist() for part in view.tensors())
-        stamps = [rows.tolist() for rows in view.stamp_tensors()]
-        held = {number: list(slots) for number, slots in view.host().held.items()}
-        return cls(full, swa, mapping, stamps, held, view.answers)
+        return cls(
+            full_free=full,
+            swa_free=swa,
+            mapping=mapping,
+            stamps=[rows.tolist() for rows in view.stamp_tensors()],
+            pending=[list(pages) for pages in host.pending],
+            held={number: list(slots) for number, slots in host.held.items()},
+            answers=view.answers,
+            device_free=list(host.device_free),
+            device_mapping=list(host.device_mapping),
+            request_free=list(host.request_free),
+            request_rows=list(host.request_rows),
+            memory=host.memory,
+            streams=view.streams,
+        )
 
     def view(self) -> View:
         def ids(values: list[int]) -> torch.Tensor:
@@ -52,9 +72,20 @@ class Shown:
             swa_free=ids(self.swa_free),
             mapping=ids(self.mapping),
             stamps=tuple(ids(rows) for rows in self.stamps),
+            pending=tuple(ids(pages) for pages in self.pending),
             held={number: ids(slots) for number, slots in self.held.items()},
             answers=self.answers,
+            streams=self.streams,
+            device=(ids(self.device_free), ids(self.device_mapping))
+            if self.device_mapping
+            else None,
+            requests=(ids(self.request_free), ids(self.request_rows)),
+            memory=self.memory,
         )
+
+    def rows_of(self, stream: str) -> list[int]:
+        """The rows of a stream, by its name."""
+        return self.stamps[[known.name for known in self.streams].index(stream)]
 
 
 Spoil = Callable[[Shown], None]
@@ -134,6 +165,9 @@ class Scene:
 
     def swa(self, seq: int, page: int = 0) -> int:
         return self.model.rows[seq].pages[page].swa
+
+    def device(self, seq: int, page: int = 0) -> int:
+        return self.model.rows[seq].pages[page].device
 
     def slots(self, page: int) -> range:
         return range(page * self.size, (page + 1) * self.size)

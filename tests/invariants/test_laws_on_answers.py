@@ -13,7 +13,7 @@ import torch
 
 from kvcore import SWATokenToKVPoolAllocator
 from kvcore.errors import GeometryError
-from kvcore.models import Refused, ops
+from kvcore.models import Geometry, Refused, ops
 from kvcore.models.outcomes import Raised
 from kvcore.targets.core import CoreParts
 
@@ -274,3 +274,35 @@ def test_an_illegal_call_with_the_documented_error_breaks_nothing(make_scene: Ma
     assert outcome.kind == "FreeGroupError"
     assert "KVCacheError" in outcome.bases
     scene.run.finish()
+
+
+@pytest.mark.parametrize("side", ["full", "swa", "device"])
+def test_an_illegal_call_that_loses_what_waits_in_the_group_is_reported(
+    side: str, make_scene: Make
+) -> None:
+    scene = make_scene(Geometry(16, 12, 9, device_pages=8, compress=4))
+    scene.do(ops.Alloc(1, 1), ops.Alloc(2, 1), ops.GroupBegin(), ops.Free(1))
+    place = ("full", "swa", "device").index(side)
+    looks = len(scene.target.views)
+
+    def lose(shown: Any) -> None:
+        # The first look is that of the moment before the call.
+        if len(scene.target.views) > looks + 1:
+            assert len(shown.pending[place]) == 1
+            shown.pending[place].clear()
+
+    violation = scene.breaks(lose, ops.Hostile("begin_nested"))
+    assert violation.signature == ("L1", "hostile begin_nested")
+    (clause,) = violation.clauses
+    assert f"{side} pages " in clause.expected
+    assert "pending in the group, as before the call" in clause.expected
+    assert clause.seen == "none pending"
+
+
+def test_what_waits_in_the_group_may_be_kept_account_of_in_any_way_at_other_calls(
+    make_scene: Make,
+) -> None:
+    scene = make_scene()
+    scene.do(ops.Alloc(1, 1), ops.Alloc(2, 1), ops.GroupBegin(), ops.Free(1))
+    scene.target.spoil = lambda shown: [pages.clear() for pages in shown.pending]
+    scene.do(ops.Decode((2,)), ops.GroupEnd())

@@ -13,7 +13,7 @@ import pytest
 
 from kvcore.invariants import LAWS
 from kvcore.models import ops
-from kvcore.targets.protocol import STAMP_KINDS
+from kvcore.targets.protocol import MHA_STREAMS, Stream
 
 NEUTRAL = ops.GroupBegin()
 """An op that changes nothing that can be seen."""
@@ -374,17 +374,18 @@ def test_l10_a_slot_that_is_still_mapped_is_named(
 # stamps
 
 
-@pytest.mark.parametrize("kind", range(4), ids=[kind.replace(" ", "-") for kind in STAMP_KINDS])
-def test_a_changed_stamp_is_named_by_its_page(scene: Any, kind: int) -> None:
+@pytest.mark.parametrize("stream", MHA_STREAMS, ids=lambda stream: stream.name.replace(" ", "-"))
+def test_a_changed_stamp_is_named_by_its_page(scene: Any, stream: Stream) -> None:
     full, swa = scene.full(2), scene.swa(2)
-    slot = scene.slots(full if kind < 2 else swa)[-1]
+    slot = scene.slots(swa if stream.side == "SWA" else full)[-1]
 
     def overwrite(shown: Any) -> None:
-        shown.stamps[kind][slot] += 1
+        shown.rows_of(stream.name)[slot] += 1
 
     violation = scene.breaks(overwrite, NEUTRAL)
     assert violation.laws == {"stamps"}
-    assert blamed(violation, "stamps") == ({full}, {swa} if kind >= 2 else set())
+    assert blamed(violation, "stamps") == ({full}, {swa} if stream.side == "SWA" else set())
+    assert stream.name in violation.clauses[0].expected
 
 
 def test_two_rows_whose_contents_were_swapped_are_both_named(scene: Any) -> None:

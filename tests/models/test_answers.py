@@ -38,7 +38,7 @@ class Wrong:
     law: str
     full: tuple[int, ...] = ()
     swa: tuple[int, ...] = ()
-    geometry: dict[str, int] = field(default_factory=dict)
+    geometry: dict[str, Any] = field(default_factory=dict)
 
 
 # With the bookkeeper's lowest-first free lists, rows 1 and 2 hold full and SWA pages 1, 2 and 3, 4.
@@ -105,6 +105,20 @@ WRONG = [
           full=(1,), swa=(1,)),
     Wrong("a used page in one pool", (ops.Alloc(1, 1),), ops.Alloc(2, 1), Lent(at(1)), "L1",
           full=(1,), geometry={"swa_pages": 0}),
+    Wrong("a relocation into the old pages", FREE, ops.Relocate(2),
+          Lent(at(3) + at(4), at(1) + at(2)), "L1", full=(3, 4)),
+    Wrong("a relocation without peers", FREE, ops.Relocate(2), Lent(at(1) + at(2), NO_PEERS * 2),
+          "L4", full=(1, 2), swa=(0,)),
+    Wrong("a relocation of half the row", FREE, ops.Relocate(2), Lent(at(1), at(1)), "layout"),
+    Wrong("a relocation with fewer peers", FREE, ops.Relocate(2), Lent(at(1) + at(2), at(1)),
+          "layout"),
+    Wrong("a relocation refused where there is room", FREE, ops.Relocate(2), Refused(), "L7"),
+    Wrong("peers beyond the tail", (), ops.SwaTail(1, 4, 2, 2), Lent(at(1), at(1)), "L4",
+          full=(1,), swa=(1,)),
+    Wrong("a page of peers beyond the tail", (), ops.SwaTail(1, 8, 4, 4),
+          Lent(at(1) + at(2), at(1) + at(2)), "L4", full=(2,), swa=(2,)),
+    Wrong("no peers before what lies beyond the tail", (), ops.SwaTail(1, 8, 4, 4),
+          Lent(at(1) + at(2), NO_PEERS * 2), "L4", full=(1,), swa=(0,)),
     Wrong("a restore into a used page", (*FREE, ops.Retract(2, 1), ops.Alloc(5, 1)),
           ops.Restore(1, 6), Lent(at(1) + at(2), at(2) + at(3)), "L1", full=(1,)),
 ]  # fmt: skip
@@ -186,7 +200,13 @@ def test_a_refusal_for_lack_of_room_changes_nothing(keep: Callable[..., Any]) ->
     books = keep(full_pages=4, swa_pages=2)
     books.do(ops.Alloc(1, 2), ops.FreeSwa(1, 0, 1))
     before = books.snapshot()
-    for op in (ops.Alloc(2, 2), ops.Extend(((2, 5),)), ops.LoadBack(2, 3, 0), ops.SwaTail(2, 8, 8)):
+    for op in (
+        ops.Alloc(2, 2),
+        ops.Extend(((2, 5),)),
+        ops.LoadBack(2, 3, 0),
+        ops.SwaTail(2, 8, 8),
+        ops.Relocate(1),
+    ):
         assert isinstance(books.do(op), Refused)
         assert books.snapshot() == before
 

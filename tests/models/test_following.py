@@ -60,6 +60,19 @@ def test_tokens_into_a_live_page_before_an_swa_tail_have_no_peer(books: Any) -> 
     partition(books)
 
 
+def test_tokens_beyond_a_tail_have_no_peer(books: Any) -> None:
+    books.do(ops.SwaTail(1, 11, 5, 2))
+    assert swa_stamps(books, 1) == [NO_PEER] * 4 + [5, 6, 7, 8, 9] + [NO_PEER] * 2
+    assert [swa != 0 for swa in books.swa_pages(1)] == [False, True, True]
+    partition(books)
+
+
+def test_a_page_wholly_beyond_a_tail_has_no_peer(books: Any) -> None:
+    books.do(ops.SwaTail(1, 9, 4, 5))
+    assert [swa != 0 for swa in books.swa_pages(1)] == [True, False, False]
+    partition(books)
+
+
 def test_names_are_remembered_as_used(books: Any) -> None:
     books.do(ops.Alloc(7, 1), ops.Free(7), ops.Alloc(3, 1))
     assert books.model.used == {3, 7}
@@ -336,6 +349,49 @@ def test_a_row_of_one_pool_is_restored_too(keep: Callable[..., Any]) -> None:
     books.do(ops.Retract(1, 5), ops.Restore(5, 3))
     assert full_stamps(books, 3) == stamps
     assert swa_stamps(books, 3) == [NO_PEER] * 8
+
+
+# Relocation.
+
+
+def test_a_relocated_row_has_new_pages_and_keeps_its_stamps(books: Any) -> None:
+    books.do(ops.Alloc(1, 1), ops.Extend(((1, 2),)))
+    full, swa = books.full_pages(1), books.swa_pages(1)
+    before, last = (full_stamps(books, 1), swa_stamps(books, 1)), books.model.stamps
+    books.do(ops.Relocate(1))
+    assert set(full).isdisjoint(books.full_pages(1))
+    assert set(swa).isdisjoint(books.swa_pages(1))
+    assert (full_stamps(books, 1), swa_stamps(books, 1)) == before
+    assert books.model.stamps == last
+    assert books.model.full.free >= set(full)
+    assert books.model.swa.free >= set(swa)
+    assert books.model.ghosts[1] == tuple(full)
+    partition(books)
+
+
+def test_a_relocated_token_without_a_peer_has_one_that_holds_nothing_known(books: Any) -> None:
+    books.do(ops.SwaTail(1, 6, 2), ops.Relocate(1))
+    assert swa_stamps(books, 1) == [UNKNOWN] * 4 + [5, 6]
+    assert all(books.swa_pages(1))
+    partition(books)
+
+
+def test_a_relocation_in_a_group_leaves_the_old_pages_waiting(books: Any) -> None:
+    books.do(ops.Alloc(1, 2), ops.GroupBegin())
+    full, swa = books.full_pages(1), books.swa_pages(1)
+    books.do(ops.Relocate(1))
+    assert books.model.full.pending == set(full)
+    assert books.model.swa.pending == set(swa)
+    assert books.model.detached == dict(zip(full, swa, strict=True))
+    partition(books)
+
+
+def test_a_row_of_one_pool_is_relocated_too(keep: Callable[..., Any]) -> None:
+    books = keep(swa_pages=0)
+    books.do(*PAIR, ops.Relocate(1))
+    assert full_stamps(books, 1) == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert swa_stamps(books, 1) == [NO_PEER] * 8
+    partition(books)
 
 
 # Clear.

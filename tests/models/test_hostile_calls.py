@@ -17,8 +17,14 @@ PAIR = (ops.Alloc(1, 1), ops.Alloc(2, 1))
 DEAD = (*PAIR, ops.FreeSwa(1))
 IN_GROUP = (*PAIR, ops.GroupBegin(), ops.Free(1))
 INSIDE = (ops.Extend(((1, 2),)), ops.Alloc(2, 1))
-SINGLE = {"swa_pages": 0}
-SLOTS = {"page_size": 1}
+SINGLE: dict[str, Any] = {"swa_pages": 0}
+SLOTS: dict[str, Any] = {"page_size": 1}
+PURE: dict[str, Any] = {"swa_pages": 0, "pure_swa": True}
+SAVER: dict[str, Any] = {"saver": True}
+REQUESTS: dict[str, Any] = {"requests": 4}
+PAUSED = (ops.Pause("kv_cache"),)
+MOVED_ON = (ops.Alloc(1, 2), ops.Alloc(2, 1), ops.GroupBegin(), ops.FreeSwa(1, 0, 1))
+"""In a pool whose layers all slide: the window of row 1 moves on in the open group."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +34,7 @@ class Scene:
     before: tuple[Op, ...] = ()
     seq: int = -1
     other: int = -1
-    geometry: dict[str, int] = field(default_factory=dict)
+    geometry: dict[str, Any] = field(default_factory=dict)
 
 
 WRONG: dict[str, list[Scene]] = {
@@ -39,7 +45,11 @@ WRONG: dict[str, list[Scene]] = {
         Scene((*PAIR, ops.Clear()), 1),
         Scene((ops.Alloc(1, 3), ops.Free(1), ops.Alloc(2, 1)), 1),
     ],
-    "free_pending": [Scene(IN_GROUP, 1), Scene((ops.GroupBegin(), *PAIR, ops.Retract(2, 1)), 2)],
+    "free_pending": [
+        Scene(IN_GROUP, 1),
+        Scene((ops.GroupBegin(), *PAIR, ops.Retract(2, 1)), 2),
+        Scene((*MOVED_ON, ops.Free(1)), 1, geometry=PURE),
+    ],
     "free_slot_twice": [Scene(PAIR, 1, geometry=SLOTS)],
     "free_padding": [Scene(), Scene(geometry=SINGLE)],
     "free_negative": [Scene(), Scene(geometry=SINGLE)],
@@ -67,6 +77,11 @@ WRONG: dict[str, list[Scene]] = {
     "segment_misaligned": [Scene(PAIR, 1)],
     "resize_negative": [Scene(), Scene(geometry=SINGLE)],
     "restore_short": [Scene((*PAIR, ops.Retract(1, 1)), 1)],
+    "read_paused": [Scene(PAUSED, geometry=SAVER), Scene((*PAUSED, *PAIR), geometry=SAVER)],
+    "write_paused": [Scene(PAUSED, geometry=SAVER)],
+    "copy_paused": [Scene(PAUSED, geometry=SAVER)],
+    "move_paused": [Scene(PAUSED, geometry=SAVER)],
+    "reserve_paused": [Scene(PAUSED, geometry=SAVER)],
 }
 
 LEGAL: dict[str, list[Scene]] = {
@@ -75,7 +90,11 @@ LEGAL: dict[str, list[Scene]] = {
         Scene(IN_GROUP, 1),
         Scene((ops.Alloc(1, 2), ops.Free(1), ops.Alloc(2, 8)), 1),
     ],
-    "free_pending": [Scene((*PAIR, ops.Free(1)), 1), Scene((*IN_GROUP, ops.GroupEnd()), 1)],
+    "free_pending": [
+        Scene((*PAIR, ops.Free(1)), 1),
+        Scene((*IN_GROUP, ops.GroupEnd()), 1),
+        Scene((*MOVED_ON, ops.FreeFull(1, 0, 1)), 1, geometry=PURE),
+    ],
     "free_slot_twice": [Scene(PAIR, 1), Scene(PAIR, 3, geometry=SLOTS)],
     "free_swa_padding": [Scene(geometry=SINGLE)],
     "free_swa_negative": [Scene(geometry=SINGLE)],
@@ -125,7 +144,18 @@ LEGAL: dict[str, list[Scene]] = {
     "restore_short": [
         Scene(PAIR, 1),
         Scene((*PAIR, ops.Retract(1, 1), ops.Restore(1, 3)), 1),
+        Scene((*PAIR, ops.Retract(1, 1)), 1, geometry=REQUESTS),
+        Scene((*PAIR, ops.Retract(1, 1), *PAUSED), 1, geometry=SAVER),
     ],
+    **{
+        call: [
+            Scene(),
+            Scene(geometry=SAVER),
+            Scene((ops.Pause("weights"),), geometry=SAVER),
+            Scene((*PAUSED, ops.Resume("kv_cache")), geometry=SAVER),
+        ]
+        for call in ("read_paused", "write_paused", "copy_paused", "move_paused", "reserve_paused")
+    },
 }
 
 ALWAYS_WRONG = {
@@ -177,6 +207,7 @@ def test_calls_that_only_a_look_at_values_can_tell_name_slots() -> None:
     blind = {name for name, call in HOSTILE_CALLS.items() if not call.values}
     shapes = {"free_float", "free_two_dims", "free_other_device", "restore_short"}
     groups = {"begin_nested", "end_unopened"}
+    paused = {"read_paused", "write_paused", "copy_paused", "move_paused", "reserve_paused"}
     sizes = {
         "alloc_unaligned",
         "alloc_negative",
@@ -186,7 +217,7 @@ def test_calls_that_only_a_look_at_values_can_tell_name_slots() -> None:
         "segment_misaligned",
         "resize_negative",
     }
-    assert blind == shapes | groups | sizes
+    assert blind == shapes | groups | sizes | paused
 
 
 @pytest.mark.parametrize("call", HOSTILE_CALLS)

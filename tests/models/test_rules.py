@@ -1,7 +1,9 @@
 """When an op is allowed: every rule with a case on each side of it, and every narrowing.
 
 A case says which ops came before, which op is asked about, and a part of the reason why not (none:
-it is allowed). Leaves out the hostile calls: test_hostile_calls.py.
+it is allowed). Leaves out the hostile calls, how much an op needs, and what only some kinds of
+pools have: test_hostile_calls.py, test_demand.py, test_sliding_pool.py, test_device_slots.py,
+test_request_rows.py, test_memory_books.py.
 """
 
 from collections.abc import Callable
@@ -13,7 +15,6 @@ import pytest
 from kvcore.models import Contract, Model, Raised, ops
 from kvcore.models.hostile import HOSTILE_CALLS
 from kvcore.models.ops import OP_KINDS, Op
-from kvcore.models.rules import demand, lacks_room
 
 PAIR = (ops.Alloc(1, 2), ops.Alloc(2, 2))
 DEAD = (*PAIR, ops.FreeSwa(1))
@@ -26,7 +27,7 @@ class Case:
     before: tuple[Op, ...]
     op: Op
     why: str | None = None
-    geometry: dict[str, int] = field(default_factory=dict)
+    geometry: dict[str, Any] = field(default_factory=dict)
     contract: Contract = field(default_factory=Contract)
 
 
@@ -87,6 +88,31 @@ CASES = [
         (ops.Extend(((1, 3),)),),
         ops.SwaTail(1, 4, 4),
         "page boundary",
+    ),
+    Case("a tail that ends before its row", (), ops.SwaTail(1, 10, 3, 3)),
+    Case("a tail that is all but what lies beyond", (), ops.SwaTail(1, 10, 7, 3)),
+    Case("a tail that reaches beyond itself", (), ops.SwaTail(1, 10, 8, 3), "part of the extend"),
+    Case("a tail that ends after its row", (), ops.SwaTail(1, 4, 8, -4), "part of the extend"),
+    Case("no tail, and a part beyond it", (), ops.SwaTail(1, 10, 0, 3), "end with the row"),
+    Case("an early end that moves the start", (), ops.SwaTail(1, 10, 2, 1), "page boundary"),
+    Case(
+        "a tail that ends early where tails do not",
+        (),
+        ops.SwaTail(1, 10, 3, 3),
+        "end with the row",
+        contract=Contract(tail_ends_early=False),
+    ),
+    Case(
+        "a tail to the end where no other is known",
+        (),
+        ops.SwaTail(1, 10, 2),
+        contract=Contract(tail_ends_early=False),
+    ),
+    Case(
+        "an extend inside a page whose tail ended early",
+        (ops.SwaTail(1, 3, 2, 1),),
+        ops.Extend(((1, 1),)),
+        "no live peer",
     ),
     Case("a tail without an SWA pool", (), ops.SwaTail(1, 4, 4), "no SWA pool", SINGLE),
     Case("a free of a row", PAIR, ops.Free(1)),
@@ -192,6 +218,10 @@ CASES = [
         "whole rows",
         SINGLE,
     ),
+    Case("a relocation", PAIR, ops.Relocate(1)),
+    Case("a relocation of tombstones", DEAD, ops.Relocate(1)),
+    Case("a relocation of no row", PAIR, ops.Relocate(3), "no sequence 3"),
+    Case("a relocation in one pool", PAIR, ops.Relocate(1), geometry=SINGLE),
     Case("a clear", PAIR, ops.Clear()),
     Case("a clear of nothing", (), ops.Clear()),
     # What a target's contract takes away.
@@ -341,30 +371,44 @@ def test_an_op_is_allowed_exactly_when_its_rule_says_so(
     assert why is None if case.why is None else case.why in str(why)
 
 
-EXAMPLES: dict[str, tuple[tuple[Op, ...], Op]] = {
-    "alloc": ((), ops.Alloc(9, 1)),
-    "extend": ((), ops.Extend(((9, 1),))),
-    "decode": (PAIR, ops.Decode((1,))),
-    "swa_tail": ((), ops.SwaTail(9, 4, 4)),
-    "free": (PAIR, ops.Free(1)),
-    "free_swa": (PAIR, ops.FreeSwa(1)),
-    "free_full": (DEAD, ops.FreeFull(1)),
-    "group_begin": ((), ops.GroupBegin()),
-    "group_end": ((ops.GroupBegin(),), ops.GroupEnd()),
-    "recover": (DEAD, ops.Recover(1, 2, True)),
-    "load_back": ((), ops.LoadBack(9, 1, 1)),
-    "load_back_swa": (DEAD, ops.LoadBackSwa(1)),
-    "retract": (PAIR, ops.Retract(1, 1)),
-    "restore": ((*PAIR, ops.Retract(1, 1)), ops.Restore(1, 9)),
-    "clear": ((), ops.Clear()),
-    "hostile": ((), ops.Hostile("free_padding")),
+SPARSE: dict[str, Any] = {"swa_pages": 0, "device_pages": 4}
+SAVER: dict[str, Any] = {"saver": True}
+BACKUP = (*PAIR, ops.Retract(1, 1))
+BUFFER = (*PAIR, ops.DeviceBuffer(1, 1, 2))
+RESERVED = (ops.Reserve(1, "weights", 2),)
+EXAMPLES: dict[str, tuple[dict[str, Any], tuple[Op, ...], Op]] = {
+    "alloc": ({}, (), ops.Alloc(9, 1)),
+    "extend": ({}, (), ops.Extend(((9, 1),))),
+    "decode": ({}, PAIR, ops.Decode((1,))),
+    "swa_tail": ({}, (), ops.SwaTail(9, 4, 4)),
+    "free": ({}, PAIR, ops.Free(1)),
+    "free_swa": ({}, PAIR, ops.FreeSwa(1)),
+    "free_full": ({}, DEAD, ops.FreeFull(1)),
+    "group_begin": ({}, (), ops.GroupBegin()),
+    "group_end": ({}, (ops.GroupBegin(),), ops.GroupEnd()),
+    "recover": ({}, DEAD, ops.Recover(1, 2, True)),
+    "load_back": ({}, (), ops.LoadBack(9, 1, 1)),
+    "load_back_swa": ({}, DEAD, ops.LoadBackSwa(1)),
+    "retract": ({}, PAIR, ops.Retract(1, 1)),
+    "restore": ({}, BACKUP, ops.Restore(1, 9)),
+    "relocate": ({}, PAIR, ops.Relocate(1)),
+    "extend_logical": (SPARSE, (), ops.ExtendLogical(((9, 1),))),
+    "free_device": (SPARSE, PAIR, ops.FreeDevice(1)),
+    "device_buffer": (SPARSE, PAIR, ops.DeviceBuffer(1, 1, 1)),
+    "free_buffer": (SPARSE, BUFFER, ops.FreeBuffer(1)),
+    "reserve": (SAVER, (), ops.Reserve(1, "kv_cache", 1)),
+    "drop": (SAVER, RESERVED, ops.Drop(1)),
+    "pause": (SAVER, (), ops.Pause("kv_cache")),
+    "resume": (SAVER, (), ops.Resume("kv_cache")),
+    "clear": ({}, (), ops.Clear()),
+    "hostile": ({}, (), ops.Hostile("free_padding")),
 }
 
 
 @pytest.mark.parametrize("kind", OP_KINDS)
 def test_a_kind_of_op_that_callers_do_not_use_is_out(kind: str, keep: Callable[..., Any]) -> None:
-    before, op = EXAMPLES[kind]
-    books = keep(contract=Contract(hostile=frozenset(HOSTILE_CALLS)))
+    geometry, before, op = EXAMPLES[kind]
+    books = keep(**geometry, contract=Contract(hostile=frozenset(HOSTILE_CALLS)))
     books.do(*before)
     assert books.model.allows(op)
 
@@ -377,73 +421,8 @@ def test_a_kind_of_op_that_callers_do_not_use_is_out(kind: str, keep: Callable[.
 
 def test_every_kind_of_op_has_an_example_and_bears_its_name() -> None:
     assert set(EXAMPLES) == set(OP_KINDS)
-    assert all(op.kind == kind for kind, (_, op) in EXAMPLES.items())
-    assert [kind for kind, (_, op) in EXAMPLES.items() if op.hostile] == ["hostile"]
-
-
-# How many pages an op needs, on a model with page size 4 whose rows hold 8 tokens (1: without
-# peers), 3 tokens (2) and a backup of 6 (1).
-ROWS = (
-    ops.SwaTail(1, 8, 0),
-    ops.Extend(((2, 3), (3, 6))),
-    ops.Retract(3, 1),
-)
-
-
-@pytest.mark.parametrize(
-    ("op", "need"),
-    [
-        (ops.Alloc(9, 3), (3, 3)),
-        (ops.Extend(((9, 5), (2, 1))), (2, 2)),
-        (ops.Extend(((2, 2),)), (1, 1)),
-        (ops.Decode((1, 2)), (1, 1)),
-        (ops.SwaTail(9, 10, 2), (3, 1)),
-        (ops.SwaTail(2, 5, 4), (1, 1)),
-        (ops.SwaTail(1, 1, 0), (1, 0)),
-        (ops.LoadBack(9, 3, 1), (3, 1)),
-        (ops.LoadBackSwa(1), (0, 2)),
-        (ops.LoadBackSwa(1, 1), (0, 1)),
-        (ops.LoadBackSwa(7), (0, 0)),
-        (ops.Restore(1, 9), (2, 2)),
-        (ops.Restore(1, 9, 2), (2, 1)),
-        (ops.Restore(7, 9), (0, 0)),
-        (ops.Free(2), (0, 0)),
-        (ops.Clear(), (0, 0)),
-    ],
-    ids=str,
-)
-def test_demand_counts_the_pages_of_each_side(
-    op: Op, need: tuple[int, int], keep: Callable[..., Any]
-) -> None:
-    books = keep()
-    books.do(*ROWS)
-    assert demand(books.model, op) == need
-
-
-def test_room_is_lacking_when_one_side_is_short(keep: Callable[..., Any]) -> None:
-    small_swa = keep(full_pages=8, swa_pages=2).model
-    assert not lacks_room(small_swa, ops.Alloc(1, 2))
-    assert lacks_room(small_swa, ops.Alloc(1, 3))
-    assert not lacks_room(small_swa, ops.SwaTail(1, 32, 8))
-    assert lacks_room(small_swa, ops.SwaTail(1, 32, 12))
-
-    small_full = keep(full_pages=2, swa_pages=8).model
-    assert not lacks_room(small_full, ops.SwaTail(1, 8, 0))
-    assert lacks_room(small_full, ops.SwaTail(1, 9, 0))
-
-
-def test_one_pool_has_no_swa_side_to_lack(keep: Callable[..., Any]) -> None:
-    model = keep(swa_pages=0).model
-    assert not model.must_refuse(ops.Alloc(1, 8))
-    assert model.must_refuse(ops.Alloc(1, 9))
-
-
-def test_pages_that_wait_in_the_group_are_no_room(keep: Callable[..., Any]) -> None:
-    books = keep(full_pages=4, swa_pages=4)
-    books.do(ops.Alloc(1, 4), ops.GroupBegin(), ops.Free(1))
-    assert books.model.must_refuse(ops.Alloc(2, 1))
-    books.do(ops.GroupEnd())
-    assert not books.model.must_refuse(ops.Alloc(2, 4))
+    assert all(op.kind == kind for kind, (_, _, op) in EXAMPLES.items())
+    assert [kind for kind, (_, _, op) in EXAMPLES.items() if op.hostile] == ["hostile"]
 
 
 def test_a_model_without_a_contract_has_the_widest_one(keep: Callable[..., Any]) -> None:

@@ -28,6 +28,7 @@ numbers = st.integers(min_value=0, max_value=2**31)
 stops = st.none() | numbers
 flags = st.booleans()
 free_forms = st.sampled_from(["slots", "sparse", "segment", "segments"])
+memories = st.sampled_from(["kv_cache", "weights"])
 parts = st.lists(st.tuples(numbers, numbers), max_size=4).map(tuple)
 names = st.lists(numbers, max_size=4).map(tuple)
 
@@ -35,7 +36,7 @@ OPS: dict[str, st.SearchStrategy[Op]] = {
     "alloc": st.builds(ops.Alloc, numbers, numbers, flags),
     "extend": st.builds(ops.Extend, parts, flags),
     "decode": st.builds(ops.Decode, names, flags),
-    "swa_tail": st.builds(ops.SwaTail, numbers, numbers, numbers),
+    "swa_tail": st.builds(ops.SwaTail, numbers, numbers, numbers, numbers),
     "free": st.builds(ops.Free, numbers, numbers, stops, free_forms, flags),
     "free_swa": st.builds(ops.FreeSwa, numbers, numbers, stops, free_forms, flags),
     "free_full": st.builds(ops.FreeFull, numbers, numbers, stops, free_forms, flags),
@@ -46,6 +47,15 @@ OPS: dict[str, st.SearchStrategy[Op]] = {
     "load_back_swa": st.builds(ops.LoadBackSwa, numbers, numbers, stops),
     "retract": st.builds(ops.Retract, numbers, numbers),
     "restore": st.builds(ops.Restore, numbers, numbers, stops),
+    "relocate": st.builds(ops.Relocate, numbers),
+    "extend_logical": st.builds(ops.ExtendLogical, parts),
+    "free_device": st.builds(ops.FreeDevice, numbers, numbers, stops, free_forms, flags),
+    "device_buffer": st.builds(ops.DeviceBuffer, numbers, numbers, numbers),
+    "free_buffer": st.builds(ops.FreeBuffer, numbers),
+    "reserve": st.builds(ops.Reserve, numbers, memories, numbers),
+    "drop": st.builds(ops.Drop, numbers),
+    "pause": st.builds(ops.Pause, memories),
+    "resume": st.builds(ops.Resume, memories),
     "clear": st.builds(ops.Clear),
     "hostile": st.builds(ops.Hostile, st.sampled_from(sorted(HOSTILE_CALLS)), numbers, numbers),
 }
@@ -56,7 +66,20 @@ violations = st.builds(
     Violation, st.text(), numbers, st.text(), st.lists(clauses, max_size=3).map(tuple)
 )
 geometries = st.builds(
-    Geometry, st.integers(1, 64), st.integers(1, 999), st.integers(0, 999), flags
+    Geometry,
+    st.integers(1, 64),
+    st.integers(1, 999),
+    st.integers(0, 999),
+    flags,
+    attention=st.sampled_from(["mha", "mla", "dsa"]),
+    requests=st.integers(0, 99),
+    saver=flags,
+) | st.sampled_from(
+    [
+        Geometry(4, 8, pure_swa=True),
+        Geometry(4, 8, device_pages=4),
+        Geometry(16, 8, 6, device_pages=5, compress=4),
+    ]
 )
 headers = st.builds(
     new_header,
@@ -161,6 +184,14 @@ def header(text: bytes) -> bytes:
             "swa_pages is -1", id="negative SWA pages",
         ),
         pytest.param(
+            header(b'"geometry":{"page_size":4,"full_pages":8,"device_pages":3}'), 1,
+            "a multiple of device_pages 3", id="device pages that do not fit",
+        ),
+        pytest.param(
+            header(b'"geometry":{"page_size":4,"full_pages":8,"attention":"gqa"}'), 1, "attention",
+            id="unknown attention",
+        ),
+        pytest.param(
             header(b'"geometry":{"page_size":true,"full_pages":8}'), 1, "page_size",
             id="a page size that is true",
         ),
@@ -188,6 +219,15 @@ def header(text: bytes) -> bytes:
         ),
         pytest.param(
             FIRST + b'{"op":"free","seq":1,"form":"list"}\n', 2, "form", id="unknown form"
+        ),
+        pytest.param(
+            FIRST + b'{"op":"swa_tail","seq":1,"tokens":4,"tail":8,"beyond":-4}\n', 2, "beyond",
+            id="a negative end",
+        ),
+        pytest.param(FIRST + b'{"op":"pause","memory":"heap"}\n', 2, "memory", id="unknown memory"),
+        pytest.param(
+            FIRST + b'{"op":"reserve","region":1,"memory":"weights"}\n', 2, "size",
+            id="a piece without a size",
         ),
         pytest.param(FIRST + ALLOC + b'{"op":"grow","seq":1}\n', 3, "grow", id="unknown op"),
         pytest.param(FIRST + b'{"seq":1,"pages":1}\n', 2, "op", id="no op"),

@@ -1,4 +1,4 @@
-"""Geometry, violations and the promise that the models stand on their own."""
+"""Ops, answers, violations and the promise that the models stand on their own."""
 
 import subprocess
 import sys
@@ -13,7 +13,6 @@ from kvcore.models import (
     Clause,
     Contract,
     Done,
-    Geometry,
     Lent,
     Raised,
     Refused,
@@ -45,36 +44,6 @@ def test_models_load_where_torch_and_numpy_are_missing_and_without_the_core() ->
     assert len(names) > 9
 
 
-@pytest.mark.parametrize(
-    ("arguments", "say"),
-    [
-        ((0, 1, 0), "page_size is 0, expected at least 1"),
-        ((4, 0, 0), "full_pages is 0, expected at least 1"),
-        ((4, 1, -1), "swa_pages is -1, expected 0 or more"),
-    ],
-)
-def test_a_geometry_without_room_is_rejected(arguments: tuple[int, int, int], say: str) -> None:
-    with pytest.raises(ValueError, match=say):
-        Geometry(*arguments)
-
-
-def test_a_geometry_counts_slots_without_the_padding_page() -> None:
-    geometry = Geometry(page_size=4, full_pages=8, swa_pages=6)
-    assert (geometry.full_size, geometry.swa_size) == (32, 24)
-    assert geometry.hybrid
-    assert not Geometry(4, 8).hybrid
-
-
-@pytest.mark.parametrize(("tokens", "pages"), [(0, 0), (1, 1), (4, 1), (5, 2), (8, 2)])
-def test_pages_for_rounds_up(tokens: int, pages: int) -> None:
-    assert Geometry(4, 8).pages_for(tokens) == pages
-
-
-def test_a_geometry_describes_itself() -> None:
-    assert Geometry(4, 8, 6).describe() == "8+6 pages of 4"
-    assert Geometry(1, 8, need_sort=True).describe() == "8 pages of 1, sorted"
-
-
 def test_the_widest_contract_leaves_out_hostile_calls_alone() -> None:
     contract = Contract()
     assert contract.ops == set(OP_KINDS)
@@ -87,6 +56,7 @@ def test_the_widest_contract_leaves_out_hostile_calls_alone() -> None:
     assert contract.full_side_joins_group
     assert contract.free_swa_joins_group
     assert contract.locked_recovery
+    assert contract.tail_ends_early
     assert not contract.hostile
 
 
@@ -117,6 +87,32 @@ def test_a_page_knows_its_tokens_and_whether_all_have_peers() -> None:
     assert Page(1, 2, [7, 8], [7, NO_PEER]).tokens == 2
 
 
+@pytest.mark.parametrize("group", [0, 1])
+def test_a_page_is_gone_once_it_went_in_a_group_or_outside(group: int) -> None:
+    assert not Page(1, 0).gone
+    assert Page(1, 0, gone_in=group).gone
+
+
+@pytest.mark.parametrize(
+    ("peers", "evicted"),
+    [
+        ([[0, 0], [0, 0], [5]], 4),
+        ([[0, 0], [3, 4], [0]], 2),
+        ([[1, 2], [0, 0], [5]], 0),
+        ([[0, 0], [0, 0], [0]], 4),
+    ],
+    ids=str,
+)
+def test_a_row_counts_the_tokens_of_whole_pages_at_its_front_without_a_peer(
+    peers: list[list[int]], evicted: int
+) -> None:
+    pages = [Page(i, 1 if any(own) else 0, own, own) for i, own in enumerate(peers, 1)]
+    assert Row(pages).evicted(2) == evicted
+    for page in pages:
+        page.gone_in = None if page.swa else 0
+    assert Row(pages).evicted(2, pure_swa=True) == evicted
+
+
 @pytest.mark.parametrize(
     ("start", "stop", "found"),
     [(0, None, [1, 2, 3]), (1, 2, [2]), (2, 4, []), (1, 1, []), (-1, 2, []), (3, None, [])],
@@ -142,7 +138,16 @@ def test_what_waits_is_free_once_the_group_has_ended() -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [ops.Clear(), ops.Alloc(1, 1), Lent((1,)), Refused(), Done(), Raised("a", "b")],
+    [
+        ops.Clear(),
+        ops.Alloc(1, 1),
+        ops.Pause("kv_cache"),
+        ops.DeviceBuffer(1, 1, 1),
+        Lent((1,)),
+        Refused(),
+        Done(),
+        Raised("a", "b"),
+    ],
     ids=str,
 )
 def test_ops_and_answers_are_immutable_and_compare_by_value(value: Any) -> None:
@@ -152,10 +157,17 @@ def test_ops_and_answers_are_immutable_and_compare_by_value(value: Any) -> None:
     assert hash(value) == hash(msgspec.structs.replace(value))
 
 
+def test_an_answer_says_of_other_sides_only_what_there_is() -> None:
+    assert Lent((1,)) == Lent((1,), (), (), ())
+    assert msgspec.json.encode(Lent((1,))) == b'{"type":"lent","slots":[1]}'
+
+
 def test_what_an_op_does_not_say_is_the_plain_case() -> None:
     assert ops.Free(1) == ops.Free(1, 0, None, "slots", False)
     assert ops.FreeSwa(1) == ops.FreeSwa(1, 0, None, "slots", False)
     assert ops.FreeFull(1) == ops.FreeFull(1, 0, None, "slots", False)
+    assert ops.FreeDevice(1) == ops.FreeDevice(1, 0, None, "slots", False)
+    assert ops.SwaTail(1, 4, 4) == ops.SwaTail(1, 4, 4, 0)
     assert ops.Recover(1, 2, True) == ops.Recover(1, 2, True, 1, 0, 0)
     assert ops.LoadBackSwa(1) == ops.LoadBackSwa(1, 0, None)
     assert ops.Restore(1, 2) == ops.Restore(1, 2, None)

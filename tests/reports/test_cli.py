@@ -17,7 +17,7 @@ from kvcore.reports import hunting, replaying, verifying
 from kvcore.reports.trace_files import read_trace, write_trace
 from kvcore.strategies.campaign import Finding, Plan, Progress, Report, Row
 from kvcore.strategies.hunt import Hunt
-from kvcore.strategies.isolation import death
+from kvcore.strategies.isolation import death, run_program
 from kvcore.strategies.shrink import Shrunk
 from kvcore.targets.faults import FAULTS
 from kvcore.targets.registry import list_targets
@@ -42,7 +42,7 @@ def plans(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Plan]:
 
     def campaign(plan: Plan, on_progress: Callable[[Progress], None]) -> Report:
         asked.append(plan)
-        return Report([Row("hybrid", "walker", tally=Tally(programs=1, steps=10))], [], 1.0)
+        return Report([Row("hybrid", {"walker"}, tally=Tally(programs=1, steps=10))], [], 1.0)
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(verifying, "run_campaign", campaign)
@@ -51,7 +51,7 @@ def plans(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Plan]:
 
 def campaign_with(monkeypatch: pytest.MonkeyPatch, findings: Sequence[Finding]) -> None:
     """Campaigns that end with ``findings``."""
-    row = Row("hybrid", "walker", tally=Tally(programs=1, steps=10), findings=len(findings))
+    row = Row("hybrid", {"walker"}, tally=Tally(programs=1, steps=10), findings=len(findings))
     report = Report([row], list(findings), 1.0)
     monkeypatch.setattr(verifying, "run_campaign", lambda plan, on_progress: report)
 
@@ -191,6 +191,29 @@ def test_a_finding_that_does_not_come_back_is_saved_as_found(
     assert read_trace(path).ops == leak.ops
 
 
+def test_of_a_law_that_is_broken_from_the_start_the_plainest_finding_is_shown(
+    command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    target, geometry = "fault:index-k-outside-saver", Geometry(2, 2, attention="dsa", saver=True)
+    programs: list[tuple[Op, ...]] = [
+        (ops.Hostile("free_padding"),),
+        (ops.Alloc(1, 1), ops.Free(1)),
+        (ops.Pause("weights"),),
+    ]
+    findings: list[Finding] = []
+    for program in programs:
+        violation = run_program(target, geometry, program).violation
+        assert violation is not None
+        findings.append(Finding(target, "walker", geometry, program, violation, 1))
+    campaign_with(monkeypatch, findings)
+    status, out, _ = command("verify", "--target", target)
+    assert status == 1
+    assert "1 different finding in 10 steps in 1 s: saver at pause." in " ".join(out.split())
+    assert "broken before the first op, whatever it is" in out
+    assert len(list(Path("kvcore-traces").iterdir())) == 1
+
+
 def test_a_verification_without_a_step_is_not_clean(
     command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -280,6 +303,14 @@ def test_something_else_breaking_than_the_trace_tells_of_is_told(
     status, out, _ = command("replay", tmp_path / "it")
     assert status == 1
     assert "the trace tells of L7 broken at op 2, alloc" in out
+
+
+def test_a_law_that_is_broken_before_the_first_op_is_told(command: Command, tmp_path: Path) -> None:
+    target, geometry = "fault:index-k-outside-saver", Geometry(2, 2, attention="dsa", saver=True)
+    write_trace(Trace(new_header(target, geometry), (ops.Pause("weights"),)), tmp_path / "it")
+    status, out, _ = command("replay", tmp_path / "it")
+    assert status == 1
+    assert "broken before the first op, whatever it is" in out
 
 
 def test_a_trace_that_kills_its_process_does_not_kill_the_command_line(
@@ -377,9 +408,21 @@ def test_all_faults_are_hunted_by_both_sources(
 def test_the_table_of_faults(
     command: Command, hunts: list[tuple[str, str, int]], snapshot: Snapshot
 ) -> None:
-    status, out, _ = command("faults", "deferred-peer-lookup", "counter-drift", "--seeds", "3")
+    # Named in another order than that of the layers.
+    named = ("device-buffer-lost", "pause-frees-other-tag", "deferred-peer-lookup", "counter-drift")
+    status, out, _ = command("faults", *named, "--seeds", "3")
     assert status == 1
     snapshot("faults", out)
+
+
+def test_the_table_of_all_faults_has_each_once_and_fits(
+    command: Command, hunts: list[tuple[str, str, int]]
+) -> None:
+    _, out, _ = command("faults", "--seeds", "3")
+    lines = out.splitlines()
+    assert max(len(line) for line in lines) <= 80
+    first = [line.split()[0] for line in lines if line.startswith("  ") and line[2] != " "]
+    assert sorted(first) == sorted(FAULTS)
 
 
 def test_faults_that_are_all_found_are_clean(

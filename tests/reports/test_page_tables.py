@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import io
 from collections import Counter
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
 from kvcore.models import Clause, Geometry
-from kvcore.reports.page_tables import MOST_ROWS, WHOLE_POOL, page_tables
-from kvcore.reports.playback import Moment, Owner
+from kvcore.reports.lines import MOST_ROWS, WHOLE_POOL
+from kvcore.reports.moment import Idle, Moment, Owner
+from kvcore.reports.page_tables import page_tables
 
 SMALL = Geometry(page_size=2, full_pages=4, swa_pages=4)
 
@@ -25,17 +27,19 @@ def moment(geometry: Geometry = SMALL, rows: dict[int, tuple[int, int]] | None =
     for full, (_, swa) in rows.items():
         for offset in range(size if swa else 0):
             mapping[full * size + offset] = swa * size + offset
-    taken = {swa for _, swa in rows.values()}
     return Moment(
         geometry=geometry,
-        full_free=Counter(page for page in range(1, geometry.full_pages + 1) if page not in rows),
-        swa_free=Counter(page for page in range(1, geometry.swa_pages + 1) if page not in taken),
+        full=free(geometry.full_pages, rows.keys()),
+        swa=free(geometry.swa_pages, {swa for _, swa in rows.values()}),
         mapping=mapping,
         owners={full: Owner(seq, 0, size) for full, (seq, _) in rows.items()},
-        full_pending=frozenset(),
-        swa_pending=frozenset(),
         group_open=False,
     )
+
+
+def free(total: int, taken: AbstractSet[int] = frozenset()) -> Idle:
+    """Every page of a side in its free list but those taken."""
+    return Idle(Counter(page for page in range(1, total + 1) if page not in taken))
 
 
 def rows_of(moments: list[Moment], *clauses: Clause) -> list[dict[str, list[str]]]:
@@ -82,9 +86,8 @@ def test_a_page_in_two_places_names_both() -> None:
     state = moment(rows={2: (7, 3)})
     state = replace(
         state,
-        full_free=state.full_free + Counter([2, 4]),
-        swa_pending=frozenset((3,)),
-        full_pending=frozenset((1,)),
+        full=Idle(state.full.free + Counter([2, 4]), pending=frozenset((1,))),
+        swa=Idle(state.swa.free, pending=frozenset((3,))),
     )
     full, swa = rows_of([state])
     assert full["2"] == ["seq 7 page 0 + free", "3"]
@@ -99,21 +102,15 @@ def test_a_page_that_two_pages_map_to_names_both() -> None:
 
 
 def test_a_page_in_no_place_is_lost() -> None:
-    state = moment()
-    state = replace(state, full_free=state.full_free - Counter([2]), swa_free=Counter([1, 2, 3]))
+    state = replace(moment(), full=free(4, {2}), swa=free(4, {4}))
     full, swa = rows_of([state])
     assert full["2"] == ["lost", "-"]
     assert swa["4"] == ["lost"]
 
 
 def test_pages_of_an_answer_that_was_rejected_are_not_lost() -> None:
-    state = replace(
-        moment(),
-        full_free=Counter([2, 3, 4]),
-        swa_free=Counter([2, 3, 4]),
-        unclaimed_full=frozenset((1,)),
-        unclaimed_swa=frozenset((1,)),
-    )
+    answered = Idle(Counter([2, 3, 4]), unclaimed=frozenset((1,)))
+    state = replace(moment(), full=answered, swa=answered)
     full, swa = rows_of([state])
     assert full["1"] == ["in the answer", "-"]
     assert swa["1"] == ["in the answer"]
@@ -122,14 +119,14 @@ def test_pages_of_an_answer_that_was_rejected_are_not_lost() -> None:
 def test_the_padding_page_is_shown_only_where_it_should_not_be() -> None:
     state = moment()
     assert all("0" not in table for table in rows_of([state]))
-    full, swa = rows_of([replace(state, swa_free=state.swa_free + Counter([0]))])
+    full, swa = rows_of([replace(state, swa=Idle(state.swa.free + Counter([0])))])
     assert "0" not in full
     assert swa["0"] == ["free"]
 
 
 def test_pages_beyond_the_pool_are_shown() -> None:
     state = moment()
-    full, _ = rows_of([replace(state, full_free=state.full_free + Counter([5, 99]))])
+    full, _ = rows_of([replace(state, full=Idle(state.full.free + Counter([5, 99])))])
     assert full["5"] == full["99"] == ["free", "-"]
 
 
@@ -196,3 +193,135 @@ def test_a_page_table_never_runs_away() -> None:
     everything = Clause("L1", "this", "that", tuple(range(1, crowd + 1)))
     full, _ = rows_of([moment(large)], everything)
     assert len(full) == MOST_ROWS + 1
+
+
+# A pool in which every layer slides.
+
+
+def test_a_page_that_the_window_left_says_whose_it_was() -> None:
+    sliding = Geometry(page_size=2, full_pages=4, pure_swa=True)
+    state = replace(
+        moment(sliding, rows={2: (8, 0)}),
+        left_by={1: [Owner(7, 0, 2)], 2: [Owner(7, 1, 2)], 3: [Owner(7, 2, 2), Owner(9, 0, 2)]},
+        full=Idle(Counter([1, 4]), pending=frozenset((3,))),
+    )
+    [full] = rows_of([state])
+    assert full["1"] == ["free, left by seq 7 page 0"]
+    assert full["2"] == ["seq 8 page 0"]
+    assert full["3"] == ["pending, left by seq 7 page 2, seq 9 page 0"]
+    assert full["4"] == ["free"]
+
+
+# Device pages.
+
+HISPARSE = Geometry(page_size=2, full_pages=4, device_pages=4)
+COMPRESSED = Geometry(page_size=4, full_pages=4, swa_pages=4, device_pages=4, compress=4)
+
+
+def on_device(
+    state: Moment, under: dict[int, int], buffers: dict[int, int] | None = None
+) -> Moment:
+    """The state with a device page under each full page named, and buffers by device page."""
+    size = state.geometry.device_page_size
+    mapping = [0] * ((state.geometry.full_pages + 1) * size) + [-1]
+    for full, page in under.items():
+        mapping[full * size : (full + 1) * size] = range(page * size, (page + 1) * size)
+    buffers = buffers or {}
+    owners = {
+        full: replace(owner, device=under.get(full, 0)) for full, owner in state.owners.items()
+    }
+    taken = set(under.values()) | buffers.keys()
+    return replace(
+        state,
+        owners=owners,
+        device=free(state.geometry.device_pages, taken),
+        device_mapping=mapping,
+        buffers=buffers,
+    )
+
+
+def test_a_device_page_is_mapped_or_in_a_buffer_or_free() -> None:
+    state = on_device(moment(HISPARSE, rows={1: (7, 0), 2: (7, 0)}), {1: 3}, {2: 9})
+    full, device = rows_of([state])
+    assert full["1"] == ["seq 7 page 0", "3"]
+    assert full["2"] == ["seq 7 page 0", "-"]
+    assert device == {"1": ["free"], "2": ["buffer 9"], "3": ["mapped by full 1"], "4": ["free"]}
+
+
+def test_a_page_with_few_device_entries_says_how_many() -> None:
+    state = on_device(moment(HISPARSE, rows={1: (7, 0)}), {1: 3})
+    state.device_mapping[3] = 0
+    full, _ = rows_of([state])
+    assert full["1"] == ["seq 7 page 0", "3 (1/2)"]
+
+
+def test_full_swa_and_device_pages_stand_in_one_row() -> None:
+    state = on_device(moment(COMPRESSED, rows={2: (7, 3)}), {2: 4})
+    full, swa, device = rows_of([state])
+    assert full["2"] == ["seq 7 page 0", "3", "4"]
+    assert full["3-4"] == ["free", "-", "-"]
+    assert swa["3"] == device["4"] == ["mapped by full 2"]
+
+
+def test_a_lost_device_page_is_marked_where_a_law_broke() -> None:
+    before = on_device(moment(HISPARSE, rows={1: (7, 0), 2: (7, 0)}), {1: 1, 2: 2})
+    after = on_device(moment(HISPARSE, rows={1: (7, 0), 2: (7, 0)}), {}, {1: 9})
+    after = replace(after, device=free(4, {1, 2}))
+    _, device = rows_of([before, after], Clause("L3", "device page 2 in one place", "nowhere"))
+    assert device["1"] == ["mapped by full 1", "buffer 9"]
+    assert device["2"] == ["mapped by full 2", "! lost"]
+    _, device = rows_of([before, after])
+    assert device["2"] == ["mapped by full 2", "lost"]
+
+
+def test_a_device_page_in_two_places_is_marked() -> None:
+    state = on_device(moment(HISPARSE, rows={1: (7, 0), 2: (7, 0)}), {1: 3, 2: 3}, {2: 9})
+    state = replace(state, device=Idle(Counter([2, 4, 4]), pending=frozenset((1,))))
+    _, device = rows_of([state], Clause("L3", "this", "that"))
+    assert device == {
+        "1": ["pending"],
+        "2": ["! buffer 9 + free"],
+        "3": ["! mapped by full 1, 2"],
+        "4": ["! free 2 times"],
+    }
+
+
+def test_old_entries_of_a_device_page_in_the_open_group_are_right() -> None:
+    state = on_device(moment(HISPARSE), {1: 3})
+    state = replace(
+        state,
+        device=Idle(Counter([1, 2, 4]), pending=frozenset((3,))),
+        device_detached={1: 3},
+    )
+    _, device = rows_of([state], Clause("L3", "this", "that"))
+    assert device["3"] == ["mapped by full 1 + pending"]
+
+
+def test_device_pages_of_a_rejected_answer_are_not_lost() -> None:
+    state = on_device(moment(HISPARSE), {})
+    state = replace(state, device=Idle(Counter([1, 2, 3]), unclaimed=frozenset((4,))))
+    _, device = rows_of([state], Clause("layout", "this", "that"))
+    assert device["4"] == ["in the answer"]
+
+
+def test_a_wrong_device_entry_is_marked_and_not_the_peer_beside_it() -> None:
+    state = on_device(moment(COMPRESSED, rows={2: (7, 3)}), {2: 4})
+    wrong = replace(state, owners={2: Owner(7, 0, 4, device=1)})
+    clause = Clause("L4", "logical page 2 mapped to device slots [1]", "[4]", (2,))
+    full, *_ = rows_of([wrong, wrong], clause)
+    assert full["2"] == ["seq 7 page 0", "3", "4", "·", "·", "! 4"]
+
+
+def test_a_wrong_peer_is_marked_and_not_the_device_entry_beside_it() -> None:
+    state = on_device(moment(COMPRESSED, rows={2: (7, 3)}), {2: 4})
+    clause = Clause("L4", "lent full page 2 mapped to [4, 5, 6, 7]", "[12, 13]", (2,), (3,))
+    full, *_ = rows_of([state, state], clause)
+    assert full["2"] == ["seq 7 page 0", "3", "4", "·", "! 3", "·"]
+    full, *_ = rows_of([state, state], Clause("L4", "lent full page 2 mapped", "[0]", (2,)))
+    assert full["2"] == ["seq 7 page 0", "3", "4", "·", "! 3", "·"]
+
+
+def test_the_only_mapping_that_there_is_is_the_one_that_broke() -> None:
+    state = on_device(moment(HISPARSE, rows={2: (7, 0)}), {2: 4})
+    full, _ = rows_of([state, state], Clause("L4", "this", "that", (2,)))
+    assert full["2"] == ["seq 7 page 0", "4", "·", "! 4"]

@@ -10,7 +10,8 @@ from kvcore.models import Clause, Geometry, Lent, Outcome, Violation, ops
 from kvcore.models.ops import Op
 from kvcore.models.trace import Trace
 from kvcore.reports import playback
-from kvcore.reports.playback import DEATH, Owner, Witness, died, watch
+from kvcore.reports.moment import Owner
+from kvcore.reports.playback import DEATH, Witness, died, is_broken_when_fresh, watch
 from kvcore.strategies.isolation import death
 from kvcore.strategies.replay import Recorded, replay
 from kvcore.targets.core import core_target
@@ -45,11 +46,11 @@ def test_the_state_after_a_step_is_what_the_program_says() -> None:
     assert seen.after is not None
     assert set(seen.after.owners.values()) == {Owner(1, 0, 2), Owner(1, 1, 2), Owner(1, 2, 1)}
     assert seen.after.group_open
-    assert len(seen.after.swa_pending) == 1
-    assert seen.before.swa_pending == frozenset()
-    assert seen.after.full_free.total() == 4 - 3
+    assert len(seen.after.swa.pending) == 1
+    assert seen.before.swa.pending == frozenset()
+    assert seen.after.full.free.total() == 4 - 3
     # The page of the open group and the two that are still mapped are not free.
-    assert seen.after.swa_free.total() == 4 - 3
+    assert seen.after.swa.free.total() == 4 - 3
 
 
 def test_there_is_an_answer_for_each_op_up_to_the_step() -> None:
@@ -64,7 +65,7 @@ def test_the_state_around_the_drain_is_that_after_the_program() -> None:
     program: tuple[Op, ...] = (ops.Alloc(1, 1), ops.Free(1))
     seen = watch("kvcore", GEOMETRY, verdict_of(program), 2)
     assert seen.after is not None
-    assert seen.before.full_free == seen.after.full_free
+    assert seen.before.full.free == seen.after.full.free
     assert len(seen.answers) == 2
 
 
@@ -79,9 +80,9 @@ def test_pages_of_a_rejected_answer_belong_to_nobody(monkeypatch: pytest.MonkeyP
     seen = watch("misordering", GEOMETRY, verdict, 0)
     assert seen.after is not None
     assert seen.after.owners == {}
-    lent = {page for page in range(1, 5) if page not in seen.after.full_free}
-    assert seen.after.unclaimed_full == lent
-    assert len(seen.after.unclaimed_swa) == len(lent) == 2
+    lent = {page for page in range(1, 5) if page not in seen.after.full.free}
+    assert seen.after.full.unclaimed == lent
+    assert len(seen.after.swa.unclaimed) == len(lent) == 2
 
 
 def test_the_op_in_which_a_process_died_is_not_played() -> None:
@@ -113,7 +114,7 @@ def test_what_was_seen_is_what_the_verdict_tells_of(leak: Trace) -> None:
     assert seen.after is not None
     [lost] = (
         {1, 2, 3, 4}
-        - set(seen.after.swa_free)
+        - set(seen.after.swa.free)
         - {entry for entry in seen.after.mapping[:-1] if entry}
     )
     assert leak.violation is not None
@@ -126,3 +127,12 @@ def test_the_drain_of_a_target_that_breaks_there_is_watched() -> None:
     seen = watch("kvcore", GEOMETRY, verdict_of(program, Violation("L10", 2, DRAIN, (clause,))), 2)
     assert seen.after is not None
     assert seen.index == len(program)
+
+
+def test_a_law_may_be_broken_on_a_fresh_target() -> None:
+    saved = Geometry(2, 2, attention="dsa", saver=True)
+    assert is_broken_when_fresh("fault:index-k-outside-saver", saved, "saver")
+    assert not is_broken_when_fresh("fault:index-k-outside-saver", saved, "L3")
+    assert not is_broken_when_fresh("kvcore", saved, "saver")
+    # Laws that are judged on answers have nothing to ask of a fresh target.
+    assert not is_broken_when_fresh("kvcore", saved, "bounds")

@@ -6,12 +6,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from kvcore.invariants import LawBroken, Run
 from kvcore.models import Geometry, ops
-from kvcore.models.ops import Op
+from kvcore.models.ops import OP_KINDS, AnyOp, Op
 from kvcore.models.trace import Trace, TraceError, encode_trace, new_header
 from kvcore.reports.trace_files import (
     TraceFileError,
@@ -221,3 +222,10 @@ def test_a_crash_leaves_the_trace_up_to_the_op_that_did_it(tmp_path: Path) -> No
 def test_a_recording_that_cannot_be_started_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(TraceFileError, match="cannot be written"):
         TraceWriter(tmp_path / "missing" / "trace.jsonl", new_header("kvcore", GEOMETRY))
+
+
+def test_the_page_on_the_format_names_every_op_and_every_field() -> None:
+    words = (Path(__file__).parents[2] / "docs" / "traces.md").read_text(encoding="utf-8")
+    fields = {name for kind in get_args(AnyOp) for name in kind.__struct_fields__}
+    for name in {*OP_KINDS, *Geometry.__struct_fields__, *fields}:
+        assert f"`{name}`" in words

@@ -21,6 +21,8 @@ Snapshot = Callable[[str, str], None]
 SMALLER = Geometry(4, 16, 12)
 EQUAL = Geometry(1, 16, 16, need_sort=True)
 LARGER = Geometry(4, 8, 10)
+COMPRESSED = Geometry(4, 16, 12, device_pages=8, compress=4)
+SAVED = Geometry(2, 8, attention="dsa", saver=True)
 
 
 def tally(programs: int, steps: int) -> Tally:
@@ -35,9 +37,11 @@ def tally(programs: int, steps: int) -> Tally:
 
 
 def rows(findings: int = 0) -> list[Row]:
+    every = {"walker", "machine", "program"}
     return [
-        Row("hybrid", "walker", {SMALLER, EQUAL}, tally(1200, 90_000), findings),
-        Row("hybrid, unchecked", "machine", {SMALLER, LARGER}, tally(60, 3_000), 0),
+        Row("hybrid", every, {SMALLER, EQUAL, LARGER}, tally(1200, 90_000), findings),
+        Row("compressed HiSparse", every, {COMPRESSED}, tally(60, 3_000), 0),
+        Row("memory saver", {"walker", "program"}, {SAVED, SMALLER}, tally(9, 300), 0),
     ]
 
 
@@ -62,34 +66,89 @@ def test_a_campaign_with_findings(
 def test_the_sums_are_those_of_the_rows(console: Console, paper: io.StringIO) -> None:
     render_report(console, Report(rows(), [], 1.0), "kvcore")
     last = next(line for line in paper.getvalue().splitlines() if line.startswith("all"))
-    checks = 93_000 * len(LAWS)
-    # Three geometries, since the two machines share one.
-    assert last.split() == ["all", "3", "1,260", "93,000", f"{checks:,}", "0"]
+    checks = 93_300 * len(LAWS)
+    # Five geometries, since two machines share one.
+    assert last.split() == ["all", "5", "1,269", "93,300", f"{checks:,}", "0"]
 
 
 def test_no_line_is_wider_than_the_console(console: Console, paper: io.StringIO) -> None:
-    big = Row("single pool, exhaustion", "program", {SMALLER}, tally(10**6, 10**8), 0)
+    every = {"walker", "machine", "program"}
+    big = Row("compressed HiSparse, exhaustion", every, {SMALLER}, tally(10**6, 10**8), 0)
     render_report(console, Report([big, *rows()], [], 3600.0), "sglang:some/where#exhaustion")
     assert max(len(line) for line in paper.getvalue().splitlines()) <= 80
 
 
-def test_pairs_are_counted_of_the_kinds_that_were_used() -> None:
-    assert coverage(tally(1, 3)) == "Op pairs seen in a row: 3 of 9 (33%), of 3 kinds of ops."
-    assert coverage(Tally()) == "Op pairs seen in a row: 0 of 0, of 0 kinds of ops."
+def test_rows_stand_in_the_order_of_the_machines(console: Console, paper: io.StringIO) -> None:
+    names = ["composed", "hybrid, exhaustion", "somebody's own", "hybrid", "single pool"]
+    every = [Row(name, tally=tally(1, 3)) for name in names]
+    render_report(console, Report(every, [], 1.0), "kvcore")
+    shown = [line.split("  ")[0] for line in paper.getvalue().splitlines()[3:8]]
+    assert shown == ["hybrid", "hybrid, exhaustion", "single pool", "composed", "somebody's own"]
+
+
+def test_a_row_shows_which_sources_ran(console: Console, paper: io.StringIO) -> None:
+    render_report(console, Report(rows(), [], 1.0), "kvcore")
+    lines = [line.rstrip() for line in paper.getvalue().splitlines()]
+    [row] = [line for line in lines if line.startswith("memory saver")]
+    assert "w - p" in row
+    assert "Sources: w walker, m machine, p program." in lines
+
+
+def test_pairs_are_counted_of_the_kinds_that_a_machine_has() -> None:
+    one = Row("hybrid", tally=tally(1, 3))
+    assert coverage([one]) == "Op pairs seen in a row: 3 of 9 (33%), of 3 kinds of ops."
+    assert coverage([]) == "Op pairs seen in a row: 0 of 0, of 0 kinds of ops."
+
+
+def test_pairs_that_no_machine_can_have_are_not_missed() -> None:
+    one = Row("memory saver", tally=Tally(ops=Counter({"pause": 1, "alloc": 1})))
+    pairs = Counter({("alloc", "device_buffer"): 2})
+    other = Row("HiSparse", tally=Tally(ops=Counter({"device_buffer": 2, "alloc": 2}), pairs=pairs))
+    # Two squares of two kinds each, which have a pair of allocs in common.
+    assert coverage([one, other]) == "Op pairs seen in a row: 1 of 7 (14%), of 3 kinds of ops."
 
 
 def test_geometries_are_told_by_what_varies() -> None:
     words = geometries({SMALLER, EQUAL, LARGER, Geometry(2, 8)})
     assert "page sizes 1, 2, 4;" in words
     assert "sorted reuse in 1, unsorted in 3" in words
-    assert "smaller than the full pool in 1, equal in 1, larger in 1, none in 1" in words
+    assert words.endswith("smaller than the full pool in 1, equal in 1, larger in 1, none in 1.")
     assert "page size 4;" in geometries({SMALLER})
+
+
+def test_families_of_geometries_are_told_where_there_are_any() -> None:
+    words = geometries(
+        {
+            COMPRESSED,
+            SAVED,
+            Geometry(1, 8, pure_swa=True),
+            Geometry(1, 8, device_pages=4),
+            Geometry(2, 8, device_pages=8),
+            Geometry(1, 8, 8, attention="mla", requests=2),
+        }
+    )
+    assert words.endswith(
+        "; every layer sliding in 1; device pages under the full ones in 2; "
+        "compressed device pages in 1; MLA in 1; DSA in 1; a request pool in 1; "
+        "a memory saver in 1."
+    )
+
+
+@pytest.mark.parametrize(
+    ("target", "told"),
+    [("kvcore", True), ("kvcore#unchecked", False), ("fault:deferred-view", False)],
+)
+def test_both_builds_of_our_own_are_told(
+    target: str, told: bool, console: Console, paper: io.StringIO
+) -> None:
+    render_report(console, Report(rows(), [], 1.0), target)
+    assert ("validate=False" in paper.getvalue()) == told
 
 
 def test_the_verdict_names_each_finding(leak: Trace) -> None:
     assert "clean" in verdict(Report(rows(), [], 1.0), "kvcore").plain
     words = verdict(Report(rows(1), [finding(leak)], 1.0), "kvcore").plain
-    assert "1 different finding in 93,000 steps" in words
+    assert "1 different finding in 93,300 steps" in words
     assert "L3 at group_end" in words
 
 

@@ -29,9 +29,54 @@ Snapshot = Callable[[str, str], None]
 WHERE = Whereabouts("traces/it.jsonl", "kvcore replay traces/it.jsonl", "shrunk from 41 ops")
 
 
+# Of each family of pools a program that shows a known fault of it.
+FAMILIES: dict[str, tuple[str, Geometry, tuple[Op, ...]]] = {
+    "sliding": (
+        "fault:pure-group-frees-twice",
+        Geometry(1, 4, pure_swa=True),
+        (
+            ops.Alloc(1, 3),
+            ops.FreeSwa(1, 0, 1),
+            ops.GroupBegin(),
+            ops.FreeSwa(1, 1, 2),
+            ops.Free(1, 1, 2),
+            ops.GroupEnd(),
+        ),
+    ),
+    "device": (
+        "fault:device-buffer-lost",
+        Geometry(2, 4, device_pages=4),
+        (ops.Alloc(1, 2), ops.DeviceBuffer(1, 1, 1)),
+    ),
+    "index_k": (
+        "fault:backup-misses-index-k",
+        Geometry(2, 2, 2, attention="dsa"),
+        (ops.Alloc(1, 1), ops.Retract(1, 1), ops.Alloc(2, 1), ops.Restore(1, 3)),
+    ),
+}
+
+# Of the others a right state that shows what there is to see.
+STATES: dict[str, tuple[Geometry, tuple[Op, ...]]] = {
+    "compressed": (
+        Geometry(4, 4, 4, device_pages=4, compress=4),
+        (ops.Extend(((1, 9),)), ops.GroupBegin(), ops.FreeDevice(1, 0, 1)),
+    ),
+    "requests": (
+        Geometry(2, 4, 3, attention="mla", requests=3),
+        (ops.Extend(((1, 3), (2, 2))), ops.Retract(1, 1), ops.Restore(1, 3)),
+    ),
+}
+
+
 def render(console: Console, trace: Trace) -> None:
-    target, geometry = trace.header.target, trace.header.geometry
-    verdict = replay(open_target(target), geometry, trace.ops)
+    render_found(console, trace.header.target, trace.header.geometry, trace.ops)
+
+
+def render_found(
+    console: Console, target: str, geometry: Geometry, program: tuple[Op, ...]
+) -> None:
+    """The page on what breaks when ``program`` is played on ``target``."""
+    verdict = replay(open_target(target), geometry, program)
     assert verdict.violation is not None
     playback = watch(target, geometry, verdict, verdict.violation.op_index)
     render_violation(console, playback, verdict.violation, WHERE)
@@ -162,3 +207,64 @@ def test_a_step_shows_the_program_so_far_and_the_state_after_it(
     verdict = replay(open_target(target), geometry, leak.ops)
     render_step(console, watch(target, geometry, verdict, 3))
     snapshot("step", paper.getvalue())
+
+
+# The families of pools.
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_page_on_a_fault_of_each_family(
+    family: str, console: Console, paper: io.StringIO, snapshot: Snapshot
+) -> None:
+    render_found(console, *FAMILIES[family])
+    snapshot(f"violation_{family}", paper.getvalue())
+
+
+@pytest.mark.parametrize("family", STATES)
+def test_the_state_of_each_family(
+    family: str, console: Console, paper: io.StringIO, snapshot: Snapshot
+) -> None:
+    geometry, program = STATES[family]
+    verdict = Verdict(program, None, Tally())
+    render_step(console, watch("kvcore", geometry, verdict, len(program) - 1))
+    snapshot(f"step_{family}", paper.getvalue())
+
+
+@pytest.mark.parametrize(
+    ("fault", "geometry", "program"),
+    [
+        (
+            "index-k-outside-saver",
+            Geometry(2, 2, 2, attention="dsa", saver=True),
+            (ops.Pause("kv_cache"),),
+        ),
+        (
+            "swa-pool-outside-saver",
+            Geometry(2, 2, 2, saver=True),
+            (ops.Pause("kv_cache"),),
+        ),
+        (
+            "pause-frees-other-tag",
+            Geometry(2, 2, saver=True),
+            (ops.Reserve(1, "kv_cache", 1), ops.Drop(1), ops.Reserve(2, "weights", 1)),
+        ),
+    ],
+)
+def test_the_page_on_a_memory_saver_marks_the_bytes_that_are_wrong(
+    fault: str,
+    geometry: Geometry,
+    program: tuple[Op, ...],
+    console: Console,
+    paper: io.StringIO,
+) -> None:
+    # How many bytes depends on the machine's page size, and where a faulty pool's memory lies.
+    render_found(console, f"fault:{fault}", geometry, program)
+    table = paper.getvalue().partition("memory    what")[2]
+    marked = [line for line in table.splitlines() if "! " in line]
+    assert marked
+    assert all("resident" in line for line in marked)
+
+
+def test_on_sparse_pools_full_pages_are_explained(console: Console, paper: io.StringIO) -> None:
+    render_found(console, *FAMILIES["device"])
+    assert "full pages are the logical pages" in paper.getvalue()

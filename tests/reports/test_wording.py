@@ -7,7 +7,7 @@ import pytest
 from kvcore.models import Done, Geometry, Lent, Outcome, Raised, Refused, ops
 from kvcore.models.hostile import HOSTILE_CALLS
 from kvcore.models.ops import OP_KINDS, Op
-from kvcore.reports.wording import answer, arguments, count, pools, ranges, span
+from kvcore.reports.wording import answer, arguments, count, in_order, pools, ranges, span
 
 
 @pytest.mark.parametrize(
@@ -23,6 +23,11 @@ from kvcore.reports.wording import answer, arguments, count, pools, ranges, span
 )
 def test_runs_of_three_or_more_are_drawn_together(numbers: list[int], words: str) -> None:
     assert ranges(numbers) == words
+
+
+def test_numbers_in_order_stay_in_order() -> None:
+    assert in_order([8, 9, 10, 11, 4, 5, 4]) == "8-11, 4, 5, 4"
+    assert in_order([]) == ""
 
 
 @pytest.mark.parametrize(
@@ -52,6 +57,7 @@ EXAMPLES: list[tuple[Op, str]] = [
     (ops.Decode((1,)), "sequence 1 +1 token"),
     (ops.Decode((1, 2)), "sequences 1, 2 +1 token"),
     (ops.SwaTail(1, 8, 4), "sequence 1 +8 tokens, SWA for the last 4"),
+    (ops.SwaTail(1, 8, 4, 2), "sequence 1 +8 tokens, SWA for the 4 before the last 2"),
     (ops.Free(1, 1, 2, "sparse"), "sequence 1, page 1, one slot a page"),
     (
         ops.Free(1, form="segments", overwrite=True),
@@ -68,12 +74,25 @@ EXAMPLES: list[tuple[Op, str]] = [
     (ops.Retract(1, 7), "sequence 1 into backup 7"),
     (ops.Restore(7, 2), "backup 7 as sequence 2"),
     (ops.Restore(7, 2, 1), "backup 7 as sequence 2, SWA for the last 1 token"),
+    (ops.Relocate(1), "sequence 1 into new slots"),
+    (
+        ops.ExtendLogical(((1, 5), (2, 1))),
+        "sequence 1 +5 tokens, sequence 2 +1 token, no device slots",
+    ),
+    (ops.FreeDevice(1, 0, 2, "sparse"), "sequence 1, pages 0-1, one slot a page"),
+    (ops.DeviceBuffer(1, 4, 2), "sequence 1 into buffer 4 of 2 device pages"),
+    (ops.FreeBuffer(4), "buffer 4"),
+    (ops.Reserve(3, "weights", 2), "region 3 under weights: 2 OS pages"),
+    (ops.Drop(3), "region 3"),
+    (ops.Pause("kv_cache"), "kv_cache"),
+    (ops.Resume("weights"), "weights"),
     (ops.Clear(), ""),
     (ops.Hostile("free_padding"), HOSTILE_CALLS["free_padding"].what),
     (
         ops.Hostile("map_over_live", 1, 2),
         f"{HOSTILE_CALLS['map_over_live'].what} (sequence 1, sequence 2)",
     ),
+    (ops.Hostile("restore_short", 7), f"{HOSTILE_CALLS['restore_short'].what} (backup 7)"),
 ]
 
 
@@ -86,12 +105,18 @@ def test_every_kind_of_op_has_an_example_here() -> None:
     assert {op.kind for op, _ in EXAMPLES} == set(OP_KINDS)
 
 
+HYBRID = Geometry(page_size=4, full_pages=4, swa_pages=4)
+COMPRESSED = Geometry(page_size=4, full_pages=4, swa_pages=4, device_pages=4, compress=4)
+HISPARSE = Geometry(page_size=4, full_pages=8, device_pages=4)
+
+
 @pytest.mark.parametrize(
     ("outcome", "words"),
     [
         (Lent((4, 5, 6, 7, 8), (12, 13, 14, 15, 4)), "full 1, 2; SWA 1, 3"),
         (Lent((4, 5), (0, 0)), "full 1"),
         (Lent((4, 5)), "full 1"),
+        (Lent((4, 5), (8, 9), requests=(3, 1)), "full 1; SWA 2; request 1, 3"),
         (Refused(), "None: no room"),
         (Done(), "done"),
         (Raised("DoubleFreeError", "free of page 3"), "raised DoubleFreeError"),
@@ -99,9 +124,45 @@ def test_every_kind_of_op_has_an_example_here() -> None:
     ],
 )
 def test_an_answer_names_the_pages_that_were_lent(outcome: Outcome | None, words: str) -> None:
-    assert answer(outcome, Geometry(page_size=4, full_pages=4, swa_pages=4)) == words
+    assert answer(ops.Alloc(1, 2), outcome, HYBRID) == words
 
 
-def test_pools_are_told_in_pages_and_slots() -> None:
-    assert pools(Geometry(4, 16, 12)) == "16 full and 12 SWA pages of 4 slots"
-    assert pools(Geometry(1, 8, need_sort=True)) == "8 full pages of 1 slot, reused in order"
+def test_device_pages_are_told_in_their_own_size() -> None:
+    # One entry for four slots, and one slot to a device page.
+    compressed = Lent((4, 5, 6, 7), (8, 9, 10, 11), device=(0, 0, 0, 3))
+    assert answer(ops.Extend(((1, 4),)), compressed, COMPRESSED) == "full 1; SWA 2; device 3"
+    plain = Lent((4, 5), device=(12, 13))
+    assert answer(ops.Extend(((1, 2),)), plain, HISPARSE) == "full 1; device 3"
+    logical = Lent((4, 5), device=(0, 0))
+    assert answer(ops.ExtendLogical(((1, 2),)), logical, HISPARSE) == "full 1"
+
+
+def test_a_device_buffer_is_answered_with_device_pages() -> None:
+    lent = Lent((12, 13, 14, 15, 4, 5, 6, 7))
+    assert answer(ops.DeviceBuffer(1, 1, 2), lent, HISPARSE) == "device 1, 3"
+
+
+@pytest.mark.parametrize(
+    ("geometry", "words"),
+    [
+        (Geometry(4, 16, 12), "16 full and 12 SWA pages of 4 slots"),
+        (Geometry(1, 8, need_sort=True), "8 full pages of 1 slot, reused in order"),
+        (Geometry(1, 1, 1), "1 full and 1 SWA page of 1 slot"),
+        (Geometry(4, 8, pure_swa=True), "8 full pages of 4 slots, every layer sliding"),
+        (
+            Geometry(4, 16, device_pages=8),
+            "16 full pages of 4 slots over 8 device pages of 4 slots",
+        ),
+        (
+            Geometry(4, 16, 12, device_pages=8, compress=4),
+            "16 full and 12 SWA pages of 4 slots over 8 device pages of 1 slot",
+        ),
+        (
+            Geometry(4, 16, 12, True, attention="mla", requests=4, saver=True),
+            "16 full and 12 SWA pages of 4 slots, MLA, 4 requests, memory saver, reused in order",
+        ),
+        (Geometry(1, 8, attention="dsa", requests=1), "8 full pages of 1 slot, DSA, 1 request"),
+    ],
+)
+def test_pools_are_told_by_what_they_have(geometry: Geometry, words: str) -> None:
+    assert pools(geometry) == words

@@ -1,25 +1,81 @@
-"""Campaigns: every variant, pool kind and source gets its turn; findings are kept one a kind."""
+"""Campaigns: every variant, machine and source gets its turn; findings are kept one a kind."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
+from itertools import islice
+
+import pytest
+
+from kvcore.strategies import campaign
 from kvcore.strategies.campaign import Plan, Progress, run_campaign
 from kvcore.strategies.hunt import hunt
 from kvcore.strategies.isolation import run_program
+from kvcore.strategies.machines import MACHINES
 from kvcore.strategies.replay import replay
+from kvcore.strategies.sources import Burst, SourceName
+from kvcore.strategies.workers import Job
 from kvcore.targets.core import core_target
 from kvcore.targets.registry import open_target
 
 
-def test_a_campaign_on_the_core_is_clean_and_covers_both_kinds_of_pool() -> None:
+def test_a_campaign_on_the_core_is_clean_and_covers_every_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    short: dict[SourceName, int] = {"walker": 1, "machine": 1, "program": 1}
+    monkeypatch.setattr(campaign, "BURST_PROGRAMS", short)
     seen: list[Progress] = []
     plan = Plan("kvcore", (1, 4), seed=0, time_budget=6.0, workers=2, profile="dev")
     report = run_campaign(plan, seen.append)
     assert report.findings == []
-    machines = {row.machine for row in report.rows}
-    assert {"hybrid", "hybrid, unchecked", "single pool"} <= machines
+    assert sorted(row.machine for row in report.rows) == sorted(MACHINES)
+    for row in report.rows:
+        assert "walker" in row.sources
+        assert row.sources <= {"walker", "machine", "program"}
+        assert row.geometries
+        assert row.tally.programs >= 1
+        assert row.findings == 0
     assert report.tally.steps > 500
-    assert set(report.tally.checks) >= {"L1", "L2", "L3", "L4", "L7", "L10", "stamps", "hostile"}
+    laws = {"L1", "L2", "L3", "L4", "L7", "L10", "stamps", "rows", "saver", "hostile"}
+    assert set(report.tally.checks) >= laws
     assert seen[-1].tally.steps == report.tally.steps
+
+
+class Recording:
+    """A pool of workers that does nothing, and knows what it was asked to do."""
+
+    def __init__(self, round_length: int) -> None:
+        self.jobs: list[Job] = []
+        self.round_length = round_length
+
+    def __enter__(self) -> Recording:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def run(self, jobs: Iterator[Job], poll: float) -> Iterator[tuple[Job, Burst]]:
+        for job in islice(jobs, self.round_length):
+            self.jobs.append(job)
+            yield job, Burst()
+
+
+def test_every_machine_has_its_share_of_a_round_in_both_ways_of_calling(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    turns = Counter(campaign.TURNS)
+    pool = Recording(sum(machine.share for machine in MACHINES.values()) * turns.total())
+    monkeypatch.setattr(campaign, "WorkerPool", lambda workers: pool)
+    plan = Plan("kvcore", (1, 4), seed=0, time_budget=60.0, workers=1, profile="dev")
+    run_campaign(plan, lambda progress: None)
+    for name, machine in MACHINES.items():
+        jobs = [job for job in pool.jobs if job.plan.machine == name]
+        sources = Counter(job.source for job in jobs)
+        assert sources == {source: machine.share * count for source, count in turns.items()}
+        assert {job.target for job in jobs} == {"kvcore", "kvcore#unchecked"}
+        assert {job.plan.page_sizes for job in jobs} == {(1, 4)}
+    assert len({job.seed for job in pool.jobs}) == len(pool.jobs)
 
 
 def test_a_finding_replays_on_its_target_and_passes_on_the_core() -> None:

@@ -15,6 +15,7 @@ from kvcore.invariants import Run
 from kvcore.models import Geometry, Raised
 from kvcore.models.hostile import HOSTILE_CALLS
 from kvcore.models.ops import Hostile
+from kvcore.strategies.machines import MACHINES
 from kvcore.strategies.propose import propose
 from kvcore.strategies.walker import RandomChoices, Walker, WalkPlan
 from kvcore.targets.core import core_target
@@ -26,7 +27,7 @@ def make_hostile_calls(count: int) -> Counter[str]:
     rng = random.Random(0)
     made: Counter[str] = Counter()
     while made.total() < count:
-        geometry, length = WalkPlan((1, 2, 4, 16), hybrid=rng.random() < 0.8).draw(rng)
+        geometry, length = WalkPlan((1, 2, 4, 16), rng.choice(list(MACHINES))).draw(rng)
         run = Run(core_target(geometry), period=10**6)
         walker = Walker(rng, min(length, 40))
         while (op := walker.next_op(run.model)) is not None:
@@ -49,7 +50,9 @@ def check_one(run: Run, hostile: Hostile) -> None:
 
 
 def state_of(view: HostView) -> object:
-    return (view.full_free, view.swa_free, view.mapping, view.stamps, view.answers)
+    free = view.full_free, view.swa_free, view.device_free, view.request_free, view.pending
+    shown = view.mapping, view.device_mapping, view.stamps, view.request_rows, view.memory
+    return (*free, *shown, view.answers)
 
 
 def test_a_thousand_hostile_ops_raise_and_change_nothing() -> None:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import random
+from functools import partial
+from typing import Any
 
 import pytest
+import torch
 
+from kvcore import ReqToTokenPool
 from kvcore.invariants import Run
 from kvcore.models import Geometry, ops
 from kvcore.models.ops import Op
 from kvcore.strategies.isolation import run_program
 from kvcore.strategies.replay import replay
-from kvcore.strategies.shrink import NotReproduced, Shrinker, Shrunk, shrink
+from kvcore.strategies.shrink import NotReproduced, Shrinker, Shrunk, shrink, shrink_played
 from kvcore.strategies.sources import run_burst
 from kvcore.strategies.walker import Walker, WalkPlan
-from kvcore.targets.core import core_target
+from kvcore.targets.core import CoreParts, core_target
+from kvcore.targets.driver import AllocatorTarget
 from kvcore.targets.faults import FAULTS
 from kvcore.targets.registry import open_target
 
@@ -24,7 +29,7 @@ LONGEST_AT_EXHAUSTION = 15
 
 def find(fault: str, seed: int = 0) -> Shrunk:
     target = f"fault:{fault}"
-    plan = WalkPlan(FAULTS[fault].page_sizes)
+    plan = WalkPlan(FAULTS[fault].page_sizes, FAULTS[fault].machine)
     shown = FAULTS[fault].is_shown_by
     burst = run_burst("walker", open_target(target), plan, seed=seed, programs=300, stop_at=shown)
     _, geometry, program, violation = next(one for one in burst.failures if shown(one[3]))
@@ -119,3 +124,33 @@ def test_five_thousand_ops_shrink_in_two_hundred_executions(page_size: int) -> N
     assert len(program) >= 5000
     assert len(shrunk.program) <= 6
     assert shrunk.executions <= 200
+
+
+class ForgettingRows(ReqToTokenPool):
+    """Writes down the slots of the first request alone."""
+
+    first: int | None = None
+
+    def write(self, indices: Any, values: torch.Tensor) -> None:
+        self.first = self.first or indices[0]
+        if indices[0] == self.first:
+            super().write(indices, values)
+
+
+@pytest.mark.parametrize("ballast", [3, 37])
+def test_a_law_that_is_looked_at_now_and_then_shrinks_at_any_length(ballast: int) -> None:
+    def forgetful(geometry: Geometry) -> AllocatorTarget:
+        return core_target(geometry, parts=CoreParts(requests=ForgettingRows))
+
+    geometry = Geometry(page_size=4, full_pages=16, swa_pages=16, requests=4)
+    program = (
+        ops.Alloc(1, 1),
+        *(ops.Hostile("alloc_negative") for _ in range(ballast)),
+        ops.Alloc(2, 1),
+    )
+    found = replay(forgetful, geometry, program).violation
+    assert found is not None
+    assert found.signature == ("rows", "alloc")
+    shrunk = shrink_played(partial(replay, forgetful), geometry, program, found)
+    assert shrunk.violation.signature == found.signature
+    assert shrunk.program == (ops.Alloc(1, 1), ops.Alloc(2, 1))

@@ -41,11 +41,6 @@ def test_plans_mix_pools_smaller_equal_and_larger_than_the_full_one() -> None:
     assert len({length for _, length in drawn}) > 1
 
 
-def test_a_plan_without_an_swa_side_draws_single_pools() -> None:
-    geometry, _ = WalkPlan((2,), hybrid=False).draw(random.Random(0))
-    assert not geometry.hybrid
-
-
 def test_recoveries_inside_groups_are_common(geometry: Geometry) -> None:
     total = Tally()
     for seed in range(20):

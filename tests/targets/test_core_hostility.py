@@ -25,16 +25,33 @@ HYBRID = Geometry(4, 8, 6)
 SINGLE = Geometry(4, 8)
 
 
+def geometries(size: int) -> list[Geometry]:
+    """Every kind of pools that there is at this page size."""
+    kinds = [
+        Geometry(size, 8, 6),
+        Geometry(size, 8),
+        Geometry(size, 8, pure_swa=True),
+        Geometry(size, 8, device_pages=4),
+        Geometry(size, 8, 6, requests=4),
+        Geometry(size, 8, 6, saver=True, attention="dsa"),
+        Geometry(size, 8, saver=True),
+        Geometry(size, 8, pure_swa=True, saver=True),
+    ]
+    return kinds if size % 4 else [*kinds, Geometry(size, 8, 6, device_pages=4, compress=4)]
+
+
 def state(target: AllocatorTarget) -> tuple[Any, ...]:
     """All that the view shows but the held tensors; free pages in any order."""
     host = target.view(stamps=True).host()
-    free = sorted(host.full_free), sorted(host.swa_free)
-    return (*free, host.mapping, host.stamps, host.answers)
+    free = [host.full_free, host.swa_free, host.device_free, host.request_free, *host.pending]
+    shown = host.mapping, host.device_mapping, host.stamps, host.request_rows, host.memory
+    return (*map(sorted, free), *shown, host.answers)
 
 
 TWO = (ops.Alloc(1, 1), ops.Alloc(2, 1))
 DEAD = (*TWO, ops.FreeSwa(1))
 IN_GROUP = (*TWO, ops.GroupBegin(), ops.Free(1))
+PAUSED = (*TWO, ops.Reserve(1, "kv_cache", 1), ops.Pause("kv_cache"))
 SCENES: dict[str, tuple[Op, ...]] = {
     "free_again": (*TWO, ops.Free(1)),
     "free_pending": IN_GROUP,
@@ -43,6 +60,11 @@ SCENES: dict[str, tuple[Op, ...]] = {
     "decode_dead_page": (ops.Extend(((1, 2),)), ops.FreeSwa(1)),
     "begin_nested": (ops.GroupBegin(),),
     "restore_short": (*TWO, ops.Retract(1, 1)),
+    "read_paused": PAUSED,
+    "write_paused": PAUSED,
+    "copy_paused": PAUSED,
+    "move_paused": PAUSED,
+    "reserve_paused": PAUSED,
 }
 """What comes before a hostile call on row or backup 1 and row 2; two rows where nothing is said."""
 
@@ -56,33 +78,47 @@ PAGE_SIZES = {
 }
 """Where a call is wrong at one of the two page sizes only."""
 
+ON_A_MAPPING = {
+    *("free_swa_padding", "free_swa_negative", "free_full_live", "clear_negative"),
+    *("map_over_live", "map_negative", "map_pending", "recover_live", "recover_dead"),
+    *("decode_dead_page", "tail_misaligned"),
+}
+"""Calls that there are on hybrid pools alone."""
+
+
+def can_be_made(call: str, geometry: Geometry) -> bool:
+    """Whether a caller of such pools can make the call at all."""
+    right_size = geometry.page_size == PAGE_SIZES.get(call, geometry.page_size)
+    if call in ON_A_MAPPING:
+        return right_size and geometry.hybrid
+    if call.endswith("_paused"):
+        return geometry.saver
+    if call == "restore_short":
+        return not geometry.sparse and geometry.requests == 0
+    return right_size
+
 
 @pytest.mark.parametrize("page_size", [1, 4])
 @pytest.mark.parametrize("call", HOSTILE_CALLS)
 def test_a_hostile_call_raises_what_is_documented_and_changes_nothing(
     call: str, page_size: int
 ) -> None:
-    made = 0
-    for swa_pages in (6, 0):
-        geometry = Geometry(page_size, 8, swa_pages)
+    for geometry in geometries(page_size):
         target = core_target(geometry)
         run = Run(target)
         for op in SCENES.get(call, TWO):
             run.step(op)
         before = state(target)
         outcome = run.step(ops.Hostile(call, 1, 2))
+        assert isinstance(outcome, Skipped) is not can_be_made(call, geometry), geometry
         if isinstance(outcome, Skipped):
             continue
-        assert isinstance(outcome, Raised)
+        assert isinstance(outcome, Raised), geometry
         assert outcome.kind in HOSTILE_CALLS[call].errors
         assert "KVCacheError" in outcome.bases
         assert outcome.message
         assert state(target) == before
         run.finish()
-        made += 1
-
-    can_be_made = page_size == PAGE_SIZES[call] if call in PAGE_SIZES else True
-    assert (made > 0) is can_be_made
 
 
 def test_a_hostile_call_that_nobody_knows_is_a_key_error() -> None:
@@ -100,3 +136,19 @@ def test_a_hostile_call_on_the_mapping_needs_one() -> None:
     caller = CoreHostility(allocator, pool, SINGLE, torch.device("cpu"))
     with pytest.raises(TypeError, match="only a hybrid allocator"):
         caller.prepare("clear_negative", rows={}, ghost=[], backup=None, seq=1, other=2)
+
+
+def test_memory_can_be_reserved_only_where_there_is_a_saver() -> None:
+    pool = build_pool(SINGLE)
+    allocator = PagedTokenToKVPoolAllocator(32, 4, torch.int64, "cpu", pool, False)
+    caller = CoreHostility(allocator, pool, SINGLE, torch.device("cpu"))
+    with pytest.raises(KeyError, match="reserve_paused needs a memory saver"):
+        caller.prepare("reserve_paused", rows={}, ghost=[], backup=None, seq=-1, other=-1)
+
+
+def test_a_restore_into_too_few_slots_needs_a_backup() -> None:
+    pool = build_pool(SINGLE)
+    allocator = PagedTokenToKVPoolAllocator(32, 4, torch.int64, "cpu", pool, False)
+    caller = CoreHostility(allocator, pool, SINGLE, torch.device("cpu"))
+    with pytest.raises(KeyError, match="restore_short needs a backup"):
+        caller.prepare("restore_short", rows={}, ghost=[], backup=None, seq=1, other=-1)

@@ -1,7 +1,8 @@
 """kvcore's own target: what each op does to a real allocator, what the view shows and keeps, how
 errors become answers.
 
-Leaves out the hostile calls (test_core_hostility.py), and whether the answers are right: that is
+Leaves out the hostile calls (test_core_hostility.py), other kinds of pools (test_core_machines.py,
+test_core_requests.py, test_saver_probe.py), and whether the answers are right: that is
 judged by model and laws, on random programs.
 """
 
@@ -16,15 +17,11 @@ from kvcore import PagedTokenToKVPoolAllocator, SWATokenToKVPoolAllocator, Token
 from kvcore.invariants import Run, Skipped
 from kvcore.models import Done, Geometry, Lent, Raised, Refused, ops
 from kvcore.models.hostile import HOSTILE_CALLS
-from kvcore.models.ops import OP_KINDS, Op
-from kvcore.targets.core import (
-    HYBRID_ONLY,
-    CoreParts,
-    SingleDialect,
-    core_contract,
-    core_target,
-)
-from kvcore.targets.driver import HELD_ANSWERS, AllocatorTarget, attempt
+from kvcore.models.ops import Op
+from kvcore.targets.attempt import attempt
+from kvcore.targets.core import CoreParts, core_contract, core_target
+from kvcore.targets.core_dialects import SingleDialect
+from kvcore.targets.driver import HELD_ANSWERS, AllocatorTarget
 from kvcore.targets.pool import StampedPool, build_pool
 
 torch.set_num_threads(1)
@@ -86,6 +83,11 @@ def test_slots_are_in_row_order_and_peers_beside_them() -> None:
 def test_tokens_before_the_tail_have_no_peer() -> None:
     answer = lent(target_after(), ops.SwaTail(1, 10, 2))
     assert [peer != 0 for peer in answer.peers] == [False] * 8 + [True] * 2
+
+
+def test_tokens_beyond_the_tail_have_no_peer() -> None:
+    answer = lent(target_after(ops.Alloc(1, 1)), ops.SwaTail(1, 11, 5, 2))
+    assert [peer != 0 for peer in answer.peers] == [False] * 4 + [True] * 5 + [False] * 2
 
 
 def test_a_load_back_has_peers_for_its_last_pages() -> None:
@@ -419,11 +421,6 @@ def test_where_tombstones_are_freed_alone_a_retraction_goes_run_by_run() -> None
 
 
 # What a core target is made of.
-
-
-def test_a_hybrid_target_takes_every_op_and_a_single_one_those_of_one_pool() -> None:
-    assert core_target(HYBRID).contract.ops == set(OP_KINDS)
-    assert core_target(SINGLE).contract.ops == set(OP_KINDS) - HYBRID_ONLY
 
 
 def test_without_validation_only_what_values_do_not_tell_is_on_trial() -> None:

@@ -5,6 +5,7 @@ walker.
 """
 
 import random
+from collections import Counter
 
 import pytest
 import torch
@@ -12,11 +13,19 @@ import torch
 from kvcore.invariants import BY_ID, Run, Verdict, drive
 from kvcore.models import Geometry, ops
 from kvcore.models.ops import Op
+from kvcore.strategies.machines import MACHINES
 from kvcore.strategies.replay import replay
 from kvcore.strategies.walker import Walker, WalkPlan
 from kvcore.targets.core import CoreParts, core_target
 from kvcore.targets.driver import AllocatorTarget
-from kvcore.targets.faults import FAULTS, LARGER_PAGES, SINGLE_SLOTS, Fault, fault_target
+from kvcore.targets.faults import (
+    COMPRESSED_PAGES,
+    FAULTS,
+    LARGER_PAGES,
+    SINGLE_SLOTS,
+    Fault,
+    fault_target,
+)
 from kvcore.targets.faults.free_lists import UncountedHybrid
 
 torch.set_num_threads(1)
@@ -36,13 +45,30 @@ ELSEWHERE = [
     pytest.param(fault, page_size, id=f"{fault.id}-{page_size}")
     for fault in FAULTS.values()
     for page_size in (1, 4)
-    if page_size not in fault.page_sizes
+    if page_size not in fault.page_sizes and page_size % MACHINES[fault.machine].page_unit == 0
 ]
 
 
+def reported_geometry(fault: Fault, page_size: int, *, sort: bool) -> Geometry:
+    """6 full pages, and what the fault's machine has besides."""
+    match fault.machine:
+        case "pure SWA":
+            return Geometry(page_size, 6, need_sort=sort, pure_swa=True)
+        case "HiSparse":
+            return Geometry(page_size, 6, need_sort=sort, device_pages=3)
+        case "compressed HiSparse":
+            return Geometry(page_size, 6, 4, sort, device_pages=6, compress=4)
+        case "MLA and DSA pools":
+            return Geometry(page_size, 6, 4, sort, attention="dsa")
+        case "memory saver":
+            return Geometry(page_size, 6, 4, sort, attention="dsa", saver=True)
+        case _:
+            return Geometry(page_size, 6, 4, sort)
+
+
 def reported_program(fault_id: str, geometry: Geometry) -> list[Op]:
-    """The shortest sequence known for a fault, on 6 full pages and 4 SWA pages; the last op
-    breaks the law."""
+    """The shortest sequence known for a fault, on pools of `reported_geometry`; the last op breaks
+    the law."""
     page_size = geometry.page_size
     two_rows: list[Op] = [ops.Alloc(1, 1), ops.Alloc(2, 1)]
     begin, end = ops.GroupBegin(), ops.GroupEnd()
@@ -85,7 +111,7 @@ def reported_program(fault_id: str, geometry: Geometry) -> list[Op]:
             return [ops.Alloc(1, 1), ops.Hostile("map_negative", 1)]
         case "recovery-frees-stale-peer":
             return [*two_rows, ops.FreeSwa(1), ops.Alloc(3, 1), recovery]
-        case "backup-misses-a-buffer":
+        case "backup-misses-a-buffer" | "backup-misses-index-k":
             return [ops.Alloc(1, 1), ops.Retract(1, 1), ops.Alloc(2, 1), ops.Restore(1, 3)]
         case "restore-shifts-mask":
             window_moved_on = ops.FreeSwa(1, 0, 1)
@@ -98,6 +124,31 @@ def reported_program(fault_id: str, geometry: Geometry) -> list[Op]:
             ]
         case "pool-without-host-copy":
             return [ops.Alloc(1, 1), ops.Retract(1, 1)]
+        case _:
+            return reported_elsewhere(fault_id)
+
+
+def reported_elsewhere(fault_id: str) -> list[Op]:
+    """The same for faults outside of the hybrid allocator and its pool."""
+    begin, end = ops.GroupBegin(), ops.GroupEnd()
+    match fault_id:
+        case "swa-pool-outside-saver" | "explicit-kwargs-bypass-saver" | "index-k-outside-saver":
+            return [ops.Pause("kv_cache")]
+        case "pause-frees-other-tag":
+            return [ops.Reserve(1, "kv_cache", 1), ops.Drop(1), ops.Reserve(2, "weights", 1)]
+        case "hisparse-not-forwarded":
+            return [ops.Alloc(1, 1)]
+        case "hisparse-drops-free-swa":
+            return [ops.Alloc(1, 1), ops.FreeSwa(1)]
+        case "device-buffer-lost":
+            return [ops.Alloc(1, 2), ops.DeviceBuffer(1, 1, 1)]
+        case "device-buffer-loses-rest":
+            return [ops.Extend(((1, 1),)), ops.DeviceBuffer(1, 1, 1)]
+        case "hisparse-without-groups":
+            return [ops.Alloc(1, 1), begin, ops.Free(1)]
+        case "pure-group-frees-twice":
+            rows: list[Op] = [ops.Alloc(1, 1), ops.Alloc(2, 1)]
+            return [*rows, begin, ops.FreeSwa(1), ops.Free(1), end]
         case _:
             raise KeyError(fault_id)
 
@@ -116,7 +167,7 @@ def run_on_core(fault: Fault, geometry: Geometry, program: list[Op]) -> Verdict:
 def walk_until_found(fault: Fault, seed: int) -> tuple[Geometry, Verdict] | None:
     """The first failing program of one seeded walk; None if it takes too many."""
     rng = random.Random(seed)
-    plan = WalkPlan(fault.page_sizes)
+    plan = WalkPlan(fault.page_sizes, fault.machine)
     for _ in range(SLACK * fault.programs):
         geometry, length = plan.draw(rng)
         verdict = drive(Run(fault_target(fault.id, geometry)), Walker(rng, length))
@@ -125,9 +176,15 @@ def walk_until_found(fault: Fault, seed: int) -> tuple[Geometry, Verdict] | None
     return None
 
 
-def test_every_fault_of_the_allocator_and_the_pool_is_in_the_ledger() -> None:
-    layers = [fault.layer for fault in FAULTS.values()]
-    assert (layers.count("A"), layers.count("P")) == (17, 3)
+def test_every_reported_fault_is_in_the_ledger_under_its_layer() -> None:
+    layers = Counter(fault.layer for fault in FAULTS.values())
+    # One more than was reported of the allocator, one of the pool, three of HiSparse.
+    assert layers == {"A": 17 + 1, "P": 3 + 1, "M": 4, "H": 2 + 3}
+
+
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
+def test_a_fault_belongs_to_a_machine_that_has_its_page_sizes(fault: Fault) -> None:
+    assert MACHINES[fault.machine].page_sizes(fault.page_sizes) == fault.page_sizes
 
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
@@ -160,7 +217,7 @@ def test_the_walker_finds_the_fault_by_its_laws_and_clears_the_core(fault: Fault
 def test_the_reported_sequence_breaks_the_law_at_its_last_op(
     fault: Fault, page_size: int, sort: bool
 ) -> None:
-    geometry = Geometry(page_size, full_pages=6, swa_pages=4, need_sort=sort)
+    geometry = reported_geometry(fault, page_size, sort=sort)
     program = reported_program(fault.id, geometry)
     found = run_on_fault(fault, geometry, program)
     assert found.violation is not None
@@ -175,7 +232,7 @@ def test_the_reported_sequence_breaks_the_law_at_its_last_op(
 def test_where_a_fault_cannot_show_its_variant_is_right(fault: Fault, page_size: int) -> None:
     rng = random.Random(SEED)
     for _ in range(3):
-        geometry, length = WalkPlan((page_size,)).draw(rng)
+        geometry, length = WalkPlan((page_size,), fault.machine).draw(rng)
         assert drive(Run(fault_target(fault.id, geometry)), Walker(rng, length)).violation is None
 
 
@@ -190,7 +247,8 @@ def test_what_the_variants_are_built_on_is_right_by_itself(page_size: int) -> No
 
 def test_the_faults_that_need_a_page_size_say_so() -> None:
     assert {fault.page_sizes for fault in FAULTS.values() if 1 not in fault.page_sizes} == {
-        LARGER_PAGES
+        LARGER_PAGES,
+        COMPRESSED_PAGES,
     }
     assert {fault.page_sizes for fault in FAULTS.values() if 4 not in fault.page_sizes} == {
         SINGLE_SLOTS

@@ -309,6 +309,14 @@ def test_a_recovery_keeps_the_kept_entries_and_returns_the_incoming_ones(compres
     allocator.recover_tombstone(NO_ROW, NO_ROW)
 
 
+def test_one_slot_recovers_its_page(compressed: Any) -> None:
+    bench, page = compressed, compressed.kind.page_size
+    kept, incoming = unpaired(bench, 1), bench.new_row(page)
+    bench.allocator.recover_tombstone(kept[:1], incoming[:1])
+    assert bench.free_device_pages() == bench.device_pages - 1
+    assert bench.slot_side.available_size() == bench.slot_side.size - page
+
+
 def test_a_refused_recovery_changes_nothing_on_either_side(compressed: Any) -> None:
     bench, allocator, page = compressed, compressed.allocator, compressed.kind.page_size
     row, other = bench.new_row(page), bench.new_row(page)

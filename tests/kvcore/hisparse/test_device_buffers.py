@@ -133,6 +133,12 @@ def test_only_buffers_on_loan_are_returned(bench: Any, kind: Any, allocator: Any
     give(tensor())
 
 
+def test_a_partly_mapped_page_is_no_buffer_either(paged: Any) -> None:
+    row = paged.new_row(paged.kind.ratio)
+    mapped = tensor(*paged.device_slots(row))
+    paged.refuses(InvalidSlotError, paged.allocator.free_hisparse_indices, mapped + 1)
+
+
 def test_the_padding_page_never_becomes_free(bench: Any) -> None:
     bench = bench.remade(validate=False)
     kind, allocator = bench.kind, bench.allocator
@@ -158,6 +164,11 @@ def test_groups_do_not_nest_and_end_once(bench: Any, kind: Any, allocator: Any) 
         side.free_group_begin()
         bench.refuses(FreeGroupError, allocator.free_group_begin)
         side.free_group_end()
+    allocator.free_group_begin()
+    for side in (allocator.logical_attn_allocator, bench.device):
+        side.free_group_end()
+    bench.refuses(FreeGroupError, allocator.free_group_begin)
+    bench.refuses(FreeGroupError, allocator.free_group_end)
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,11 @@ def test_the_logical_side_is_larger_by_the_ratio() -> None:
     assert allocator.get_kvcache() is None
 
 
+def test_both_sides_may_be_equally_large() -> None:
+    allocator = HiSparseTokenToKVPoolAllocator(8, 4, torch.float16, "cpu", None, False, 1)
+    assert allocator.size == allocator.hisparse_attn_allocator.size == 8
+
+
 def test_the_environment_decides_where_the_caller_does_not(monkeypatch: Any) -> None:
     monkeypatch.setenv("KVCORE_VALIDATE", "1")
     assert HiSparseTokenToKVPoolAllocator(8, 4, torch.float16, "cpu", None, False).validate
@@ -157,6 +162,12 @@ def test_a_row_can_be_continued_on_the_device_after_a_page_boundary(
     mapped = bench.device_slots(row)
     assert mapped[: kind.device_page_size] == [0] * kind.device_page_size
     assert all(slot > 0 for slot in mapped[kind.device_page_size :])
+
+
+def test_a_row_goes_on_behind_its_first_entry(paged: Any) -> None:
+    row = paged.extend(paged.new_row(paged.kind.ratio), 2 * paged.kind.ratio)
+    first, second = paged.device_slots(row)
+    assert second == first + 1
 
 
 def test_an_extension_behind_an_unmapped_entry_is_refused(paged: Any) -> None:
@@ -256,7 +267,8 @@ def test_frees_name_lent_slots_only(bench: Any, kind: Any, allocator: Any, name:
     row = bench.new_row(kind.page_size)
     end = (bench.logical_pages + 1) * kind.page_size // ratio
     for location in (-1, 0, end, 10**12):
-        bench.refuses(InvalidSlotError, free, tensor(int(row[0]) // ratio, location))
+        message = bench.refuses(InvalidSlotError, free, tensor(int(row[0]) // ratio, location))
+        assert ("4 * entry" in message) == (ratio == 4)
     bench.refuses(DoubleFreeError, free, tensor(int(row[0]) // ratio, end - 1))
     bench.refuses(IndexTensorError, free, row.float())
     if kind.page_size == 1 and name != "free_compressed":

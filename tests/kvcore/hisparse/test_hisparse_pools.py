@@ -137,6 +137,7 @@ def test_every_token_of_the_plain_pool_is_a_location() -> None:
     assert pool.translate_loc_from_full_to_compressed(asked).tolist() == asked.tolist()
     pool.register_mapping(mapping_of({7: 4}))
     assert pool.translate_loc_from_full_to_hisparse_device(asked).tolist() == [[0, 4], [-1, 0]]
+    assert make("plain", host_to_device_ratio=1).logical_size == SIZE
     with pytest.raises(GeometryError):
         make("plain", host_to_device_ratio=0)
 
@@ -182,6 +183,24 @@ def test_what_has_no_device_slot_is_written_to_the_padding_row(pool: Any) -> Non
     after = rows_of(pool)
     assert torch.equal(after[1:], before[1:])
     assert (after[0] == -1).all()
+
+
+@pytest.mark.parametrize(("target", "source"), [(3, 4), (4, 3), (-1, 3), (3, -1), (4, 5)])
+def test_a_move_needs_two_device_slots(pool: Any, target: int, source: int) -> None:
+    before = rows_of(pool)
+    pool.move_kv_cache(slots(target), slots(source))
+    assert torch.equal(rows_of(pool), before)
+
+
+def test_the_first_device_slot_is_moved_like_the_others(kind: str) -> None:
+    pool = make(kind, page_size=1)
+    pool.register_mapping(mapping_of({3: 1, 4: 2}))
+    for target, source in ((3, 4), (4, 3)):
+        stamp(pool)
+        before = rows_of(pool)
+        pool.move_kv_cache(slots(target), slots(source))
+        moved = pool.translate_loc_to_hisparse_device(slots(target, source))
+        assert torch.equal(rows_of(pool)[moved[0]], before[moved[1]])
 
 
 def test_moves_leave_out_what_has_no_device_slot(pool: Any) -> None:
