@@ -43,6 +43,7 @@ RULES_INSIDE: dict[str, int] = {
 """Rules a kind inside a group, where not one."""
 
 RULES_OUTSIDE: dict[str, int] = {
+    "hostile": 3,
     "group_begin": 6,
     "alloc": 2,
     "extend_new": 2,

@@ -348,6 +348,12 @@ def test_a_token_that_completes_no_entry_has_none(compressed: Any) -> None:
     compressed.model.accept(ops.Extend(((1, 5),)), Lent(peers, peers, right))
 
 
+def test_a_wrong_entry_is_named_by_its_token(books: Any) -> None:
+    books.do(ops.Extend(((2, 3),)))
+    with pytest.raises(Mismatch, match="token 3 mapped to device slot 7, saw 4"):
+        books.model.accept(ops.Extend(((2, 1),)), Lent(at(1, 3), (), at(1, 0)))
+
+
 def test_any_free_device_pages_will_do(books: Any) -> None:
     books.model.accept(ops.Alloc(1, 2), Lent(at(5) + at(2), (), at(3) + at(1)))
     assert books.device_pages(1) == [3, 1]

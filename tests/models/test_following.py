@@ -74,6 +74,7 @@ def test_a_page_wholly_beyond_a_tail_has_no_peer(books: Any) -> None:
 
 
 def test_names_are_remembered_as_used(books: Any) -> None:
+    assert books.model.last_name == 0
     books.do(ops.Alloc(7, 1), ops.Free(7), ops.Alloc(3, 1))
     assert books.model.used == {3, 7}
     assert books.model.last_name == 7

@@ -32,6 +32,8 @@ COMPRESSED = Geometry(16, 8, 6, device_pages=5, compress=4)
         ({"pure_swa": True, "device_pages": 4}, "pure_swa is one pool; expected swa_pages and"),
         ({"device_pages": 4, "compress": 4}, "got swa_pages 0, compress 4"),
         ({"device_pages": 4, "swa_pages": 8}, "got swa_pages 8, compress 1"),
+        ({"device_pages": 4, "swa_pages": 1}, "got swa_pages 1, compress 1"),
+        ({"device_pages": 4, "compress": 2}, "got swa_pages 0, compress 2"),
         ({"device_pages": 3}, "full_pages is 8, expected a multiple of device_pages 3"),
         ({"full_pages": MOST_SLOTS // 4 + 1}, f"expected at most {MOST_SLOTS} in all"),
         ({"swa_pages": MOST_SLOTS // 4}, f"expected at most {MOST_SLOTS} in all"),
@@ -51,6 +53,12 @@ def test_device_pages_count_among_the_slots() -> None:
         Geometry(4, pages, pages, device_pages=1, compress=4)
 
 
+def test_pools_may_be_as_small_as_can_be() -> None:
+    assert Geometry(2, 1, 1, device_pages=1, compress=2).device_page_size == 1
+    assert Geometry(1, 1, pure_swa=True, requests=1).context_len == 2
+    assert Geometry(1, 1, device_pages=1).device_size == 1
+
+
 def test_pools_may_be_as_large_as_can_be() -> None:
     assert Geometry(4, MOST_SLOTS // 4, requests=MOST_SLOTS).full_size == MOST_SLOTS
 
@@ -60,6 +68,10 @@ def test_a_geometry_counts_slots_without_the_padding_page() -> None:
     assert (geometry.full_size, geometry.swa_size) == (32, 24)
     assert geometry.hybrid
     assert not Geometry(4, 8).hybrid
+
+
+def test_a_requests_row_is_longer_than_the_pool() -> None:
+    assert Geometry(4, 8).context_len == 64
 
 
 def test_device_slots_are_one_for_so_many_logical_ones() -> None:

@@ -156,6 +156,9 @@ def stamps(books: Any, seq: int) -> tuple[list[int], list[int]]:
 
 
 def test_a_pause_of_the_pool_erases_every_row(books: Any, partition: Any) -> None:
+    # What comes back reads zero; of slots of other sides nothing is asked then.
+    assert ERASED == 0
+    assert len({UNKNOWN, ERASED, pattern(0)}) == 3
     books.do(*ROW, *PAUSED)
     assert stamps(books, 1) == ([ERASED] * 7, [NO_PEER] * 4 + [UNKNOWN] * 3)
     assert books.model.rows[1].tokens == 7

@@ -173,7 +173,12 @@ def test_where_every_layer_slides_a_restored_request_does_without_what_it_left_b
     assert sliding.model.stamps == stamps
     partition(sliding)
 
-    # What it does without can be given up, and is nobody's.
+    # What it does without can be given up, and is nobody's; it went in no group.
+    front = sliding.pages(2)[0]
+    assert (front.full, front.swa, front.device) == (0, 0, 0)
+    sliding.do(ops.GroupBegin())
+    assert "went" in sliding.model.why_not(ops.Free(2))
+    sliding.do(ops.GroupEnd())
     sliding.do(ops.FreeFull(2, 0, 1), ops.Free(2))
     partition(sliding)
 
@@ -186,6 +191,16 @@ def test_a_request_that_left_everything_behind_comes_back_without_slots(
     assert answer.slots == ()
     assert sliding.model.rows[2].tokens == 8
     partition(sliding)
+
+
+def test_a_pool_of_one_request_is_a_request_pool_too(
+    keep: Callable[..., Any], partition: Any
+) -> None:
+    books = keep(swa_pages=0, pure_swa=True, requests=1)
+    books.do(ops.Alloc(1, 3), ops.FreeSwa(1, 0, 2), ops.Retract(1, 1))
+    assert len(books.do(ops.Restore(1, 2)).slots) == 4
+    assert books.do(ops.Alloc(3, 1)) == Refused()
+    partition(books)
 
 
 def test_a_clear_ends_every_request(books: Any, partition: Any) -> None:

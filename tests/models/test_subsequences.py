@@ -64,6 +64,7 @@ def check_rows(model: Any) -> None:
         assert all(len(page.swa_stamps) == page.tokens for page in row.pages)
         for page in row.pages:
             assert page.gone or len(page.device_stamps) == page.tokens
+            assert page.device or not any(page.device_stamps)
             assert not any(stamp for i, stamp in enumerate(page.device_stamps, 1) if i % entries), (
                 page
             )

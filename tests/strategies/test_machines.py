@@ -17,6 +17,7 @@ from kvcore.strategies.sources import SourceName, run_burst
 from kvcore.strategies.walker import Walker, WalkPlan
 from kvcore.targets import registry
 from kvcore.targets.core import core_target
+from kvcore.targets.faults import FAULTS
 from kvcore.targets.registry import open_target
 
 PAGE_SIZES = (1, 4, 16)
@@ -42,6 +43,16 @@ def test_the_registry_names_the_same_machines() -> None:
     assert tuple(MACHINES) == registry.MACHINES
     assert all(machine.name == name for name, machine in MACHINES.items())
     assert registry.machines("kvcore") == registry.machines("kvcore#unchecked") == tuple(MACHINES)
+
+
+def test_every_known_fault_has_a_machine_that_shows_it() -> None:
+    for name, fault in FAULTS.items():
+        assert registry.machines(f"fault:{name}") == (fault.machine,)
+        assert fault.machine in MACHINES
+
+
+def test_a_release_is_driven_as_a_hybrid_allocator() -> None:
+    assert registry.machines("sglang:somewhere") == ("hybrid",)
 
 
 PURPOSE: dict[str, Callable[[Geometry], bool]] = {
