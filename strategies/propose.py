@@ -417,10 +417,12 @@ NAMES_TRIED = 3
 
 
 def _hostile(model: Model, choices: Choices) -> Op | None:
-    """A call that would be wrong now; half of the time one about a group or given-up slots, since
-    few states make those possible."""
+    """A call that would be wrong now; half of the time one about paused memory, a group or given-up
+    slots, since few states make those possible."""
     calls = sorted(model.contract.hostile)
-    if choices.below(2):
+    if model.memory.paused and choices.below(2):
+        calls = [call for call in calls if call.endswith("_paused")] or calls
+    elif choices.below(2):
         calls = [call for call in calls if _is_rare(call)] or calls
     names = [*model.rows, *model.backups]
     pending = model.full.pending

@@ -279,6 +279,15 @@ def test_an_swa_load_back_stamps_the_swa_side_anew(books: Any) -> None:
     partition(books)
 
 
+def test_an_swa_load_back_of_a_whole_row_gives_each_page_its_own_peer(books: Any) -> None:
+    books.do(*DEAD)
+    last = books.model.stamps
+    books.do(ops.LoadBackSwa(1))
+    assert len(set(books.swa_pages(1))) == 2
+    assert swa_stamps(books, 1) == list(range(last + 1, last + 9))
+    partition(books)
+
+
 # Retraction.
 
 
@@ -347,7 +356,9 @@ def test_a_row_of_one_pool_is_restored_too(keep: Callable[..., Any]) -> None:
     books = keep(swa_pages=0)
     books.do(*PAIR)
     stamps = full_stamps(books, 1)
-    books.do(ops.Retract(1, 5), ops.Restore(5, 3))
+    books.do(ops.Retract(1, 5))
+    assert books.model.backups[5].evicted == 0
+    books.do(ops.Restore(5, 3))
     assert full_stamps(books, 3) == stamps
     assert swa_stamps(books, 3) == [NO_PEER] * 8
 

@@ -17,7 +17,8 @@ from kvcore.models.ops import Op
 from kvcore.strategies.machines import MACHINES
 from kvcore.strategies.replay import replay
 from kvcore.strategies.walker import Walker
-from kvcore.targets.core import core_contract, core_target
+from kvcore.targets.core import core_contract
+from kvcore.targets.registry import open_target, ways
 
 QUICK = settings(
     deadline=None,
@@ -107,17 +108,19 @@ def test_any_part_of_a_program_is_a_program_for_the_model(
 
 @pytest.mark.parametrize("machine", MACHINES)
 def test_any_part_of_a_program_runs_on_the_core(machine: str) -> None:
+    factory = open_target(ways("kvcore", machine)[0])
+
     @settings(QUICK, max_examples=6)
     @given(seeds, st.data())
     def check(seed: int, data: st.DataObject) -> None:
         geometry = drawn(machine, seed)
-        whole = drive(Run(core_target(geometry), period=8), Walker(random.Random(seed), 25))
+        whole = drive(Run(factory(geometry), period=8), Walker(random.Random(seed), 25))
         assert whole.violation is None
         program = whole.program
         kept = data.draw(st.lists(st.booleans(), min_size=len(program), max_size=len(program)))
 
         part = [op for op, keep_it in zip(program, kept, strict=True) if keep_it]
-        verdict = replay(core_target, geometry, part, period=8)
+        verdict = replay(factory, geometry, part, period=8)
 
         assert verdict.violation is None
         # Giving everything back at the end makes steps too.

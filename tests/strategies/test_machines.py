@@ -16,9 +16,9 @@ from kvcore.strategies.machines import COMPRESS, MACHINES
 from kvcore.strategies.sources import SourceName, run_burst
 from kvcore.strategies.walker import Walker, WalkPlan
 from kvcore.targets import registry
-from kvcore.targets.core import core_target
 from kvcore.targets.faults import FAULTS
-from kvcore.targets.registry import open_target
+from kvcore.targets.protocol import TargetFactory
+from kvcore.targets.registry import WRAPPER, open_target, ways
 
 PAGE_SIZES = (1, 4, 16)
 PROGRAMS = 20
@@ -29,6 +29,11 @@ def drawn(name: str, count: int = 200) -> list[Geometry]:
     rng = random.Random(name)
     plan = WalkPlan(PAGE_SIZES, name)
     return [plan.draw(rng)[0] for _ in range(count)]
+
+
+def target_of(name: str) -> TargetFactory:
+    """The core in the first way of calling it that the machine is for."""
+    return open_target(ways("kvcore", name)[0])
 
 
 def compared(geometry: Geometry) -> int:
@@ -42,7 +47,15 @@ def compared(geometry: Geometry) -> int:
 def test_the_registry_names_the_same_machines() -> None:
     assert tuple(MACHINES) == registry.MACHINES
     assert all(machine.name == name for name, machine in MACHINES.items())
-    assert registry.machines("kvcore") == registry.machines("kvcore#unchecked") == tuple(MACHINES)
+    assert registry.machines("kvcore") == tuple(MACHINES)
+
+
+def test_a_wrapper_beside_its_inner_allocator_is_a_way_of_its_own() -> None:
+    others = tuple(name for name in MACHINES if name != WRAPPER)
+    assert registry.machines("kvcore#unchecked") == others
+    assert registry.machines("kvcore#wrapped") == (WRAPPER,)
+    assert ways("kvcore", WRAPPER) == ["kvcore#wrapped"]
+    assert all(ways("kvcore", name) == ["kvcore", "kvcore#unchecked"] for name in others)
 
 
 def test_every_known_fault_has_a_machine_that_shows_it() -> None:
@@ -65,6 +78,7 @@ PURPOSE: dict[str, Callable[[Geometry], bool]] = {
     "request pool": lambda g: g.requests > 1,
     "memory saver": lambda g: g.saver,
     "composed": lambda g: g.saver and g.requests > 1 and g.hybrid,
+    WRAPPER: lambda g: g.hybrid and not g.sparse,
 }
 WITH_REQUESTS = ("request pool", "composed")
 WITH_SAVER = ("memory saver", "composed")
@@ -109,7 +123,7 @@ def test_device_slots_are_as_many_as_logical_ones_or_fewer() -> None:
 
 @pytest.mark.parametrize("name", MACHINES)
 def test_a_machine_takes_the_page_sizes_that_fit_it(name: str) -> None:
-    unit = COMPRESS if name == "compressed HiSparse" else 1
+    unit = COMPRESS if name in ("compressed HiSparse", WRAPPER) else 1
     machine = MACHINES[name]
     assert machine.page_sizes((1, 2, 4, 16)) == tuple(n for n in (1, 2, 4, 16) if n % unit == 0)
     assert machine.page_sizes((3,)) == ((3,) if unit == 1 else (unit,))
@@ -118,8 +132,9 @@ def test_a_machine_takes_the_page_sizes_that_fit_it(name: str) -> None:
 # Programs.
 
 
-@pytest.mark.parametrize("target", ["kvcore", "kvcore#unchecked"])
-@pytest.mark.parametrize("name", MACHINES)
+@pytest.mark.parametrize(
+    ("name", "target"), [(name, way) for name in MACHINES for way in ways("kvcore", name)]
+)
 def test_programs_keep_every_law_and_apply_every_kind_of_op(name: str, target: str) -> None:
     rng = random.Random(f"{name} {target}")
     plan = WalkPlan(PAGE_SIZES, name)
@@ -139,7 +154,7 @@ def test_programs_keep_every_law_and_apply_every_kind_of_op(name: str, target: s
 @pytest.mark.parametrize("source", ["machine", "program"])
 @pytest.mark.parametrize("name", MACHINES)
 def test_hypothesis_drives_every_machine(name: str, source: SourceName) -> None:
-    burst = run_burst(source, core_target, WalkPlan((1, 4), name), seed=3, programs=3)
+    burst = run_burst(source, target_of(name), WalkPlan((1, 4), name), seed=3, programs=3)
     assert burst.failures == []
     assert burst.tally.programs >= 3
     assert burst.tally.steps > 30
@@ -149,7 +164,8 @@ def test_hypothesis_drives_every_machine(name: str, source: SourceName) -> None:
 @pytest.mark.parametrize("name", MACHINES)
 def test_one_seed_gives_one_walk_on_every_machine(name: str) -> None:
     def walk() -> object:
-        return run_burst("walker", core_target, WalkPlan((4,), name), seed=5, programs=2).tally
+        plan = WalkPlan((4,), name)
+        return run_burst("walker", target_of(name), plan, seed=5, programs=2).tally
 
     assert walk() == walk()
 
@@ -162,7 +178,7 @@ def test_one_seed_gives_one_walk_on_every_machine(name: str) -> None:
     [("request pool", "rows"), ("memory saver", "saver"), ("composed", "rows")],
 )
 def test_the_laws_of_a_machine_are_asked_in_its_programs(name: str, law: str) -> None:
-    burst = run_burst("walker", core_target, WalkPlan((4,), name), seed=0, programs=2)
+    burst = run_burst("walker", target_of(name), WalkPlan((4,), name), seed=0, programs=2)
     assert burst.tally.checks[law] > 0
-    other = run_burst("walker", core_target, WalkPlan((4,)), seed=0, programs=1)
+    other = run_burst("walker", target_of("hybrid"), WalkPlan((4,)), seed=0, programs=1)
     assert other.tally.checks[law] == 0
