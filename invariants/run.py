@@ -33,8 +33,11 @@ ANSWER_LAWS = ("layout", "bounds", "raises")
 OCCASIONAL_LAWS = ("L5", "L6", "L8", "stamps", "rows", "saver", "hostile")
 """Laws that have something to ask at some steps only, or of some targets."""
 
-ON_MEMORY = (ops.Reserve, ops.Drop, ops.Pause, ops.Resume)
-"""Ops after which the periodic laws are due at once: it is them that they ask about."""
+ON_CONTENTS = (
+    *(ops.Restore, ops.Relocate, ops.LoadBackSwa),
+    *(ops.Reserve, ops.Drop, ops.Pause, ops.Resume),
+)
+"""Ops after which the periodic laws are due at once: what they write is soon overwritten."""
 
 DRAIN = "drain"
 """Op kind of a violation that shows only after everything was given back."""
@@ -245,8 +248,8 @@ class Run:
         """Check every law that is due now, on a new view."""
         # A hostile call in a group may have changed what waits there, which is rarely looked at.
         grouped = op.hostile and self.model.group_open
-        on_memory = isinstance(op, ON_MEMORY)
-        periodic = drained or grouped or on_memory or len(self.program) % self._period == 0
+        on_contents = isinstance(op, ON_CONTENTS)
+        periodic = drained or grouped or on_contents or len(self.program) % self._period == 0
         self._last = self.target.view(stamps=periodic)
         check = Check(self.model, op, outcome, before, self._last, self._held, drained)
         self._checked[(periodic, drained)] += 1
