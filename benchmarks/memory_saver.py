@@ -156,6 +156,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mib", type=int, default=256, help="smallest size of a pool in MiB")
     mib = parser.parse_args().mib
+    if mib < 1:
+        parser.error(f"--mib is {mib}, expected at least 1")
     variants = list(HYBRIDS)
     print("| kind | bytes | freed with", " | freed with ".join(variants), "|")
     print("|", " | ".join(["---"] * (2 + len(variants))), "|")

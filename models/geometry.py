@@ -15,8 +15,9 @@ import msgspec
 Attention = Literal["mha", "mla", "dsa"]
 """What the layers of the pool keep: keys and values, one latent row, or that and an index-K row."""
 
-MOST_SLOTS = 2**26
-"""More slots than a run on one machine can be meant to have; a typing error in a trace."""
+MOST_SLOTS = 2**22
+"""More slots than a run on one machine can be meant to have; a typing error in a trace. The tables
+of a request pool count too."""
 
 
 class Geometry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -77,9 +78,10 @@ class Geometry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_f
                 f"{self.device_pages}"
             )
         slots = (self.full_pages + self.swa_pages + self.device_pages) * self.page_size
-        if slots > MOST_SLOTS or self.requests > MOST_SLOTS:
+        table = self.requests * self.context_len
+        if slots > MOST_SLOTS or table > MOST_SLOTS:
             raise ValueError(
-                f"pools of {slots} slots and {self.requests} requests, expected at most "
+                f"pools of {slots} slots and a request table of {table}, expected at most "
                 f"{MOST_SLOTS} in all"
             )
 

@@ -6,7 +6,7 @@ through traces, the shrinker and the reports.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -30,7 +30,7 @@ class Violation(
     ``op_kind`` is that op's kind, or "drain" for the check after the last op."""
 
     law: str
-    op_index: int
+    op_index: Annotated[int, msgspec.Meta(ge=0)]
     op_kind: str
     clauses: tuple[Clause, ...]
 

@@ -19,6 +19,7 @@ from kvcore.models.trace import TraceError
 from kvcore.reports.layout import messages
 from kvcore.reports.trace_files import TraceFileError
 from kvcore.strategies.campaign import HarnessFailed
+from kvcore.targets.protocol import UnsupportedGeometry
 from kvcore.targets.registry import UnknownTarget
 
 TRACEBACK = "KVCORE_TRACEBACK"
@@ -50,7 +51,7 @@ def run_edge(command: Callable[[], object]) -> int:
     _survive_any_encoding()
     try:
         status = command()
-    except (BadInput, UnknownTarget, TraceError, TraceFileError) as error:
+    except (BadInput, UnknownTarget, UnsupportedGeometry, TraceError, TraceFileError) as error:
         return _say(str(error), Status.BAD_INPUT)
     except USAGE_ERROR as error:
         return _say(_usage(error), Status.BAD_INPUT)

@@ -31,7 +31,7 @@ from kvcore.strategies.shrink import NotReproduced, Play, Shrunk, shrink_played
 from kvcore.strategies.sources import Burst, SourceName, run_burst
 from kvcore.strategies.walker import WalkPlan
 from kvcore.strategies.workers import Crashed, Job, WorkerPool
-from kvcore.targets.protocol import TargetFactory
+from kvcore.targets.protocol import Target, TargetFactory
 from kvcore.targets.registry import machines as machines_of
 from kvcore.targets.registry import may_crash, open_target, ways
 from kvcore.targets.twin import twin_factory
@@ -237,6 +237,8 @@ def _checked_machines(
     factory: TargetFactory | str, machines: Sequence[str] | None
 ) -> tuple[str, ...]:
     """The machines to try; a name of our own says which it has."""
+    if isinstance(machines, str):
+        machines = (machines,)
     if machines is None:
         if not isinstance(factory, str):
             return ("hybrid",)
@@ -264,15 +266,15 @@ def _named_trial(name: str) -> Trial:
     return Trial(open_target(name), name, f'"{name}"', ())
 
 
-def _trial(factory: TargetFactory) -> Trial:
+def _trial(factory: TargetFactory, place: str = "factory") -> Trial:
     """A function by its own name, where it has one that code can use."""
-    spelled = isinstance(factory, FunctionType | type) and factory.__name__.isidentifier()
-    return Trial(factory, None, factory.__name__ if spelled else "factory", ())
+    spelled = isinstance(factory, FunctionType | type) and factory.__qualname__.isidentifier()
+    return Trial(factory, None, factory.__name__ if spelled else place, ())
 
 
 def _twin_trial(outer: Trial, inner: TargetFactory | str) -> Trial:
     """Both in lockstep, in this process."""
-    other = _named_trial(inner) if isinstance(inner, str) else _trial(inner)
+    other = _named_trial(inner) if isinstance(inner, str) else _trial(inner, "inner")
     parts = [
         trial.spelling if trial.name is None else f"open_target({trial.spelling})"
         for trial in (outer, other)
@@ -291,6 +293,11 @@ def _label(trial: Trial, machines: Sequence[str], page_sizes: tuple[int, ...]) -
     for machine in machines:
         geometry, _ = WalkPlan(page_sizes, machine).draw(random.Random(0))
         target = trial.factory(geometry)
+        if not isinstance(target, Target):
+            raise TypeError(
+                f"{trial.spelling} made a {type(target).__name__} of a Geometry, expected a Target;"
+                " kvcore.targets.field.field_target makes one of an allocator"
+            )
         name = target.name
         target.close()
     return trial.name if trial.name is not None else name

@@ -19,7 +19,7 @@ from kvcore.invariants.run import Applying, Event
 from kvcore.models import Clause, Geometry, Violation
 from kvcore.models.ops import Op
 from kvcore.strategies.replay import replay
-from kvcore.targets.protocol import TargetFactory
+from kvcore.targets.protocol import TargetFactory, UnsupportedGeometry
 from kvcore.targets.registry import may_crash, open_target
 
 
@@ -67,6 +67,8 @@ def replay_isolated(
     with os.fdopen(receiving, "rb") as told:
         begun, verdict = _listen(told)
     _, status = os.waitpid(child, 0)
+    if isinstance(verdict, UnsupportedGeometry):
+        raise verdict
     if verdict is not None:
         return verdict
     tally = Tally(programs=1, steps=len(begun))
@@ -81,17 +83,21 @@ def _tell_verdict(
             pickle.dump(event.op, out)
             out.flush()
 
-    verdict = replay(factory, geometry, program, period=period, listeners=(tell,))
-    pickle.dump(verdict, out)
+    try:
+        told: Verdict | UnsupportedGeometry
+        told = replay(factory, geometry, program, period=period, listeners=(tell,))
+    except UnsupportedGeometry as error:
+        told = error
+    pickle.dump(told, out)
 
 
-def _listen(told: BinaryIO) -> tuple[list[Op], Verdict | None]:
+def _listen(told: BinaryIO) -> tuple[list[Op], Verdict | UnsupportedGeometry | None]:
     begun: list[Op] = []
     while True:
         try:
             message = pickle.load(told)
         except (EOFError, pickle.UnpicklingError):
             return begun, None
-        if isinstance(message, Verdict):
+        if isinstance(message, Verdict | UnsupportedGeometry):
             return begun, message
         begun.append(message)

@@ -12,6 +12,7 @@ from kvcore.models import Geometry, Violation
 from kvcore.models.ops import Op
 from kvcore.strategies.replay import replay
 from kvcore.targets.faults import FAULTS, Fault
+from kvcore.targets.protocol import UnsupportedGeometry
 from kvcore.targets.registry import open_target
 
 
@@ -25,7 +26,10 @@ def resembling_faults(
 def _resembles(
     fault: Fault, geometry: Geometry, program: Sequence[Op], violation: Violation
 ) -> bool:
-    found = replay(open_target(f"fault:{fault.id}"), geometry, program).violation
+    try:
+        found = replay(open_target(f"fault:{fault.id}"), geometry, program).violation
+    except UnsupportedGeometry:
+        return False
     if found is None or found.op_index != violation.op_index:
         return False
     return violation.law in found.laws and fault.is_shown_by(found)

@@ -23,6 +23,7 @@ from kvcore import (
     SWATokenToKVPoolAllocator,
     TokenToKVPoolAllocator,
 )
+from kvcore.allocator.hisparse import COMPRESS_RATIO
 from kvcore.models import Contract, Geometry
 from kvcore.models.hostile import HOSTILE_CALLS
 from kvcore.models.ops import OP_KINDS
@@ -33,6 +34,7 @@ from kvcore.targets.driver import AllocatorTarget
 from kvcore.targets.hostile import CoreHostility
 from kvcore.targets.memory import SaverProbe
 from kvcore.targets.pool import Pool, PoolParts, StampedPool, build_device_pool, build_pool
+from kvcore.targets.protocol import UnsupportedGeometry
 from kvcore.targets.requests import RequestRows
 
 CHUNK_TOKENS = 3
@@ -91,6 +93,11 @@ def core_target(
     device: str = "cpu",
 ) -> AllocatorTarget:
     """kvcore's allocator of ``geometry`` with a pool, empty."""
+    if geometry.sparse and geometry.compress not in (1, COMPRESS_RATIO):
+        raise UnsupportedGeometry(
+            f"kvcore has one device entry for 1 or {COMPRESS_RATIO} tokens, got compress "
+            f"{geometry.compress}"
+        )
     parts = parts or CoreParts()
     saver = parts.pools.saver() if geometry.saver else None
     pool = build_pool(geometry, parts.pools, device, saver=saver)

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import torch
 
-from kvcore.models import Contract, Done, Geometry, Lent, Outcome, Refused, ops
+from kvcore.models import Contract, Done, Geometry, Lent, Outcome, Raised, Refused, ops
 from kvcore.models.ops import Form, Op
 from kvcore.targets.attempt import CallRaised, attempt
 from kvcore.targets.dialect import Dialect, Slots, SparseDialect, as_tensor
@@ -303,6 +303,9 @@ class AllocatorTarget:
         """Record an answer: rows grow by their parts in order, and the new tokens are stamped."""
         if slots is None:
             return Refused()
+        if not isinstance(slots, torch.Tensor) or slots.is_floating_point() or slots.dim() != 1:
+            said = f"answered {slots!r:.60}; expected a vector of integer slots, or None"
+            raise CallRaised(Raised("TypeError", said))
         lent = slots.tolist()
         outcome = Lent(tuple(lent), tuple(self._peers(slots)), self._device_slots(slots))
         at = 0

@@ -19,7 +19,7 @@ from kvcore.targets.core_dialects import CoreDialect, PairedDialect, Unpaired, b
 from kvcore.targets.dialect import Slots, as_tensor
 from kvcore.targets.driver import AllocatorTarget
 from kvcore.targets.pool import Pool, StampedPool, build_pool
-from kvcore.targets.protocol import Answers
+from kvcore.targets.protocol import Answers, UnsupportedGeometry
 
 
 class FieldAllocator(Protocol):
@@ -265,11 +265,11 @@ def field_target(
             or a hybrid allocator comes without its pool.
     """
     if geometry.sparse or geometry.pure_swa or geometry.requests or geometry.saver:
-        raise ValueError(
+        raise UnsupportedGeometry(
             f"expected a single or a hybrid pool of the allocator's own, got {geometry.describe()}"
         )
     if geometry.hybrid and pool is None:
-        raise ValueError(
+        raise UnsupportedGeometry(
             f"{geometry.describe()} is a hybrid geometry: expected the pool that the allocator "
             'has registered its mapping with; or machines=("single pool",) for one without'
         )

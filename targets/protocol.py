@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 
@@ -202,6 +202,7 @@ class View:
         )
 
 
+@runtime_checkable
 class Target(Protocol):
     """An allocator on trial. One target serves one program: it starts empty."""
 
@@ -221,6 +222,10 @@ class Target(Protocol):
     def close(self) -> None:
         """Give everything back."""
         ...
+
+
+class UnsupportedGeometry(ValueError):
+    """No target of this kind has these pools; the message is one sentence."""
 
 
 TargetFactory = Callable[[Geometry], Target]

@@ -23,7 +23,13 @@ from kvcore.targets.dialect import Slots, as_tensor
 from kvcore.targets.driver import AllocatorTarget
 from kvcore.targets.hostile import CoreHostility
 from kvcore.targets.pool import Pool, StampedPool, build_device_pool, build_pool
-from kvcore.targets.protocol import Answers, Target, TargetFactory, View
+from kvcore.targets.protocol import (
+    Answers,
+    Target,
+    TargetFactory,
+    UnsupportedGeometry,
+    View,
+)
 
 
 class TwinTarget:
@@ -179,11 +185,15 @@ def forwarded_target(
     refuses first.
 
     Raises:
-        ValueError: the geometry is not hybrid, or its pages are no multiple of 4 slots.
+        UnsupportedGeometry: the geometry is not a plain hybrid one in pages of a multiple of 4.
     """
     parts = parts or CoreParts()
-    if not geometry.hybrid:
-        raise ValueError(f"a hybrid geometry is wrapped, got {geometry.describe()}")
+    plain = geometry.hybrid and not (geometry.sparse or geometry.requests or geometry.saver)
+    if not plain or geometry.page_size % COMPRESS_RATIO:
+        raise UnsupportedGeometry(
+            f"what is wrapped is a hybrid geometry in pages of a multiple of {COMPRESS_RATIO}, "
+            f"without requests or memory saver; got {geometry.describe()}"
+        )
     sparse = msgspec.structs.replace(
         geometry, device_pages=geometry.full_pages, compress=COMPRESS_RATIO
     )

@@ -20,7 +20,7 @@ from kvcore.targets.core_dialects import batch_tensors
 from kvcore.targets.dialect import Slots, as_tensor
 from kvcore.targets.driver import AllocatorTarget
 from kvcore.targets.pool import PoolParts, StampedPool, build_pool
-from kvcore.targets.protocol import Answers
+from kvcore.targets.protocol import Answers, UnsupportedGeometry
 from kvcore.targets.sglang.release import Release
 from kvcore.targets.sglang.stand_ins import BaseSWAKVPool
 
@@ -246,6 +246,14 @@ def release_target(
     release: Release, geometry: Geometry, *, name: str, exhaustion: bool
 ) -> AllocatorTarget:
     """A release's hybrid allocator of ``geometry`` over kvcore's pool, empty."""
+    plain = Geometry(
+        geometry.page_size, geometry.full_pages, geometry.swa_pages, geometry.need_sort
+    )
+    if geometry != plain or not geometry.hybrid:
+        raise UnsupportedGeometry(
+            "a release is driven as a hybrid allocator over keys and values, without device pages, "
+            f"requests or memory saver; got {geometry.describe()}"
+        )
     pool = build_pool(geometry, PoolParts(hybrid=ReleasePool))
     stamped = StampedPool(pool)
     allocator: Any = release.swa_allocator(

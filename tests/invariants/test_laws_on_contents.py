@@ -200,7 +200,7 @@ def test_beyond_the_rows_of_live_requests_the_table_may_hold_anything(requests: 
 
 
 def test_the_table_is_looked_at_every_period_steps(make_scene: Make) -> None:
-    scene = make_scene(Geometry(4, 8, 8, requests=2), period=3)
+    scene = make_scene(Geometry(4, 8, 8, requests=1), period=3)
 
     def move(shown: Any) -> None:
         for place in range(len(shown.request_rows)):
@@ -210,6 +210,7 @@ def test_the_table_is_looked_at_every_period_steps(make_scene: Make) -> None:
     scene.do(ops.Alloc(1, 1), NEUTRAL)
     violation = scene.breaks(move, ops.GroupEnd())
     assert violation.signature == ("rows", "group_end")
+    assert scene.run.tally.checks["rows"] == 1
 
 
 def test_what_a_window_left_behind_is_not_looked_up(make_scene: Make) -> None:

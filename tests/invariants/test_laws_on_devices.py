@@ -125,6 +125,14 @@ def test_a_device_page_of_a_buffer_that_is_mapped_is_seen(scene: Any) -> None:
     assert f"mapped by logical page {scene.full(5)} and in buffer 1" in texts(violation, "L3")
 
 
+def test_the_last_slot_of_all_is_looked_at_too(make_scene: Callable[..., Any]) -> None:
+    scene = make_scene(Geometry(1, 4, device_pages=4))
+    scene.do(ops.Alloc(1, 4))
+    last = next(page for page in scene.model.rows[1].pages if page.full == 4)
+    violation = scene.breaks(lambda shown: shown.device_free.append(last.device), NEUTRAL)
+    assert "mapped by logical page 4 and free" in texts(violation, "L3")
+
+
 @pytest.mark.parametrize("op", [ops.FreeDevice(2), ops.Free(2)], ids=lambda op: op.kind)
 def test_until_the_end_of_the_group_the_old_entry_may_be_seen_or_not(scene: Any, op: Any) -> None:
     full, device = scene.full(2), scene.device(2)
@@ -195,9 +203,9 @@ def test_l4_an_entry_where_there_is_none_is_named(scene: Any, where: str) -> Non
 
 
 def test_l4_a_sentinel_that_was_overwritten_is_seen(scene: Any) -> None:
-    violation = scene.breaks(lambda shown: shown.device_mapping.__setitem__(-1, 0), NEUTRAL)
+    violation = scene.breaks(lambda shown: shown.device_mapping.__setitem__(-1, 7), NEUTRAL)
     assert violation.laws == {"L4"}
-    assert "the device mapping's sentinel -1, saw 0" in texts(violation, "L4")
+    assert "the device mapping's sentinel -1, saw 7" in texts(violation, "L4")
 
 
 def test_l4_a_device_mapping_of_another_length_is_seen(scene: Any) -> None:
@@ -281,12 +289,21 @@ def test_l7_a_counter_that_drifted_is_seen(scene: Any, query: str, drift: int) -
     assert "device slots" in texts(violation, "L7")
 
 
-def test_l9_a_wrapper_that_answers_otherwise_is_seen(scene: Any) -> None:
-    def differ(shown: Any) -> None:
-        first, *rest = shown.answers.outer
-        shown.answers = dataclasses.replace(shown.answers, outer=(first + 1, *rest))
+@pytest.mark.parametrize("named", [True, False], ids=["named", "unnamed"])
+def test_l9_a_wrapper_that_answers_otherwise_is_seen(scene: Any, named: bool) -> None:
+    answers = scene.target.view(stamps=False).answers
+    query = answers.asked[1] if named else "query 1"
 
-    assert scene.breaks(differ, NEUTRAL).laws == {"L9"}
+    def differ(shown: Any) -> None:
+        first, second, *rest = shown.answers.outer
+        asked = shown.answers.asked if named else ()
+        wrong = (first, second + 1, *rest)
+        shown.answers = dataclasses.replace(shown.answers, outer=wrong, asked=asked)
+
+    violation = scene.breaks(differ, NEUTRAL)
+    assert violation.laws == {"L9"}
+    assert violation.clauses[0].seen == f"{query} {answers.outer[1] + 1}"
+    assert violation.clauses[0].expected.endswith(f", {query} {answers.inner[1]}")
 
 
 def at_the_last_view(make_run: Callable[[], Any], spoil: Callable[[Any], None]) -> Any:

@@ -160,6 +160,37 @@ def test_contents_are_looked_at_every_period_steps(make_scene: Make, period: int
     assert after == [step % period == 0 for step in range(1, len(PROGRAM) + 1)]
 
 
+@pytest.mark.parametrize(
+    ("before", "op"),
+    [
+        ((ops.Retract(1, 1),), ops.Restore(1, 2)),
+        ((), ops.Relocate(1)),
+        ((ops.FreeSwa(1),), ops.LoadBackSwa(1)),
+    ],
+    ids=["restore", "relocate", "load_back_swa"],
+)
+def test_contents_are_looked_at_as_soon_as_they_come_back(
+    before: tuple[Op, ...], op: Op, make_scene: Make
+) -> None:
+    scene = make_scene(period=1000)
+    scene.do(ops.Alloc(1, 1), *before)
+    assert not any(scene.target.views)
+    scene.do(op)
+    assert scene.target.views[-1] is True
+
+
+def test_contents_are_looked_at_around_illegal_calls_in_a_group_and_at_the_end(
+    make_scene: Make,
+) -> None:
+    scene = make_scene(period=1000)
+    scene.do(ops.Hostile("end_unopened"), ops.GroupBegin())
+    assert not any(scene.target.views)
+    scene.do(ops.Hostile("begin_nested"))
+    assert scene.target.views[-2:] == [True, True]
+    scene.run.finish()
+    assert scene.target.views[-2:] == [False, True]
+
+
 def test_a_changed_stamp_is_found_at_the_next_look(make_scene: Make) -> None:
     scene = make_scene(period=3)
     scene.do(ops.Alloc(1, 1))

@@ -187,6 +187,7 @@ def test_a_locked_recovery_keeps_the_slots_and_takes_the_peers(books: Any) -> No
     assert swa_stamps(books, 1) == peer_stamps
     assert 2 not in books.model.rows
     assert books.model.full.free >= set(given_up)
+    assert books.model.ghosts[2] == tuple(given_up)
     partition(books)
 
 
@@ -201,6 +202,7 @@ def test_an_unlocked_recovery_replaces_the_slots(books: Any) -> None:
     assert full_stamps(books, 1) == swa_stamps(books, 1) == incoming_stamps
     assert 2 not in books.model.rows
     assert books.model.full.free >= set(given_up)
+    assert books.model.ghosts[1] == tuple(given_up)
     partition(books)
 
 

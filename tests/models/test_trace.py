@@ -72,7 +72,7 @@ geometries = st.builds(
     st.integers(0, 999),
     flags,
     attention=st.sampled_from(["mha", "mla", "dsa"]),
-    requests=st.integers(0, 99),
+    requests=st.integers(0, 9),
     saver=flags,
 ) | st.sampled_from(
     [

@@ -19,7 +19,7 @@ from kvcore.strategies.sources import Burst, run_burst
 from kvcore.strategies.walker import WalkPlan
 from kvcore.targets.core import CoreParts, core_target
 from kvcore.targets.field import field_target
-from kvcore.targets.protocol import Answers
+from kvcore.targets.protocol import Answers, UnsupportedGeometry
 from kvcore.targets.twin import (
     TwinTarget,
     as_single_target,
@@ -257,10 +257,11 @@ def test_targets_that_are_asked_different_queries_are_no_twins() -> None:
 
 
 def test_a_wrapper_needs_a_hybrid_geometry_of_pages_that_can_be_compressed() -> None:
-    with pytest.raises(ValueError, match="a hybrid geometry is wrapped"):
-        forwarded_target(Geometry(4, 8))
-    with pytest.raises(ValueError, match="expected a divisor of page_size 2"):
-        forwarded_target(Geometry(2, 8, 8))
+    for other in (Geometry(4, 8), Geometry(2, 8, 8), Geometry(4, 8, 8, requests=2)):
+        with pytest.raises(
+            UnsupportedGeometry, match="hybrid geometry in pages of a multiple of 4"
+        ):
+            forwarded_target(other)
 
 
 def test_a_factory_of_twins_names_both_and_closes_both() -> None:
