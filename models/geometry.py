@@ -8,7 +8,7 @@ attention (HiSparse), the request pool and the memory saver. Leaves out everythi
 from __future__ import annotations
 
 import sys
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
@@ -49,6 +49,9 @@ class Geometry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_f
     def __post_init__(self) -> None:
         # Defaults are recognised by identity: what was read is written as it was.
         msgspec.structs.force_setattr(self, "attention", sys.intern(self.attention))
+        if self.attention not in get_args(Attention):
+            known = ", ".join(get_args(Attention))
+            raise ValueError(f"attention is {self.attention!r}, expected one of {known}")
         if self.page_size < 1:
             raise ValueError(f"page_size is {self.page_size}, expected at least 1")
         if self.full_pages < 1:

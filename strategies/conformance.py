@@ -19,7 +19,7 @@ from typing import Any, get_args
 
 import msgspec
 
-from kvcore.invariants import BY_ID, LAWS, Tally, Verdict
+from kvcore.invariants import BY_ID, DRAIN, LAWS, Tally, Verdict
 from kvcore.models import Geometry, Violation
 from kvcore.models.ops import Op
 from kvcore.models.trace import Trace, encode_trace, new_header
@@ -83,6 +83,8 @@ class Breach:
     def __str__(self) -> str:
         law, broken = BY_ID[self.violation.law], self.violation
         lines = [f"{law.id}, {law.title}, broke at op {broken.op_index}, {broken.op_kind}"]
+        if broken.op_kind == DRAIN:
+            lines.append("  the drain: all is given back, all lent once, all given back again")
         for clause in broken.clauses:
             if clause.law == law.id:
                 lines += [f"  expected  {clause.expected}", f"  seen      {clause.seen}"]

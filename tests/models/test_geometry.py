@@ -22,6 +22,7 @@ COMPRESSED = Geometry(16, 8, 6, device_pages=5, compress=4)
         ({"page_size": 0}, "page_size is 0, expected at least 1"),
         ({"full_pages": 0}, "full_pages is 0, expected at least 1"),
         ({"swa_pages": -1}, "swa_pages is -1, expected 0 or more"),
+        ({"attention": "gqa"}, "attention is 'gqa', expected one of mha, mla, dsa"),
         ({"device_pages": -1}, "device_pages is -1, expected 0 or more"),
         ({"requests": -1}, "requests is -1, expected 0 or more"),
         ({"compress": 0}, "compress is 0, expected a divisor of page_size 4"),
