@@ -17,7 +17,8 @@ class GeometryError(KVCacheError, ValueError):
 
 
 class IndexTensorError(KVCacheError, TypeError):
-    """An index tensor of the wrong rank, dtype or device."""
+    """An index tensor of the wrong rank, dtype or device; rows or scales to write that are no
+    tensor, or on another device."""
 
 
 class FreeGroupError(KVCacheError, RuntimeError):

@@ -7,7 +7,8 @@ Left out: the slots themselves (`kvcore.allocator`), and what becomes of a row t
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Protocol, TypeAlias
+from operator import index
+from typing import Protocol, SupportsIndex, TypeAlias
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from kvcore.errors import (
     KVCacheError,
     PausedPoolError,
 )
+from kvcore.pools.arguments import as_count
 from kvcore.saver import KV_CACHE, MemorySaver, default_saver
 
 
@@ -32,13 +34,35 @@ class RowHolder(Protocol):
     """The row it holds, or None."""
 
 
+_SLOT_LIMITS = torch.iinfo(torch.int32)
+
 Places: TypeAlias = tuple[int | torch.Tensor, slice | torch.Tensor]
 """A piece of a row, `(row, slice(start, stop))`, or single tokens, `(rows, positions)` pairwise."""
+
+
+def _as_rows(operation: str, rows: Iterable[SupportsIndex]) -> list[int]:
+    """Row numbers of any integer type as ints.
+
+    Raises:
+        InvalidSlotError: one is not an integer, or is larger than any table.
+    """
+    numbers = list(rows)
+    try:
+        return np.array([index(number) for number in numbers], dtype=np.int64).tolist()
+    except (TypeError, OverflowError) as error:
+        raise InvalidSlotError(
+            f"{operation}: rows {numbers!r}; expected whole numbers, of an integer type"
+        ) from error
 
 
 def _as_ids(rows: Sequence[int]) -> Ids:
     """Row numbers as numpy, `[n]`."""
     return np.array(rows, dtype=np.int64)
+
+
+def _repeated(rows: Sequence[int]) -> Ids:
+    """Rows named more than once."""
+    return _as_ids([row for row, count in Counter(rows).items() if count > 1])
 
 
 class ReqToTokenPool:
@@ -58,7 +82,7 @@ class ReqToTokenPool:
     and taken back.
 
     Raises:
-        GeometryError: no row, or rows without a token.
+        GeometryError: no row, rows without a token, or a size that is not a whole number.
         PausedPoolError: the saver's tag `kv_cache` is paused.
         SaverMemoryError: the saver found no memory.
         SaverUnavailableError: there is no saver for `device`.
@@ -73,6 +97,8 @@ class ReqToTokenPool:
         *,
         memory_saver: MemorySaver | None = None,
     ) -> None:
+        size = as_count("ReqToTokenPool", "size", size)
+        max_context_len = as_count("ReqToTokenPool", "max_context_len", max_context_len)
         if size < 1 or max_context_len < 1:
             raise GeometryError(
                 f"ReqToTokenPool: size {size}, max_context_len {max_context_len}; expected at "
@@ -116,7 +142,7 @@ class ReqToTokenPool:
 
     # -- lending -------------------------------------------------------------------------------
 
-    def alloc(self, requests: Sequence[RowHolder] | int) -> list[int] | None:
+    def alloc(self, requests: Sequence[RowHolder] | SupportsIndex) -> list[int] | None:
         """Lend rows: to requests, or as many as a number says; all or none.
 
         Each request that holds no row gets one in its `req_pool_idx`; one that holds a row keeps
@@ -126,30 +152,38 @@ class ReqToTokenPool:
             The rows of the requests in their order, or that many rows; None if too few are free.
 
         Raises:
-            GeometryError: a negative number.
-            InvalidSlotError: a request claims a row that is not lent.
+            GeometryError: a negative number, or neither requests nor a whole number.
+            InvalidSlotError: a request claims a row that is not lent, or that another one claims
+                too.
         """
-        if isinstance(requests, int):
-            return self.alloc_rows(requests)
-        held = [request.req_pool_idx for request in requests if request.req_pool_idx is not None]
-        self._require_lent("alloc", held)
+        if isinstance(requests, SupportsIndex) or not isinstance(requests, Iterable):
+            return self._lend("alloc", requests)
+        requests = list(requests)
         # By identity: a request named twice gets one row.
-        waiting = list({id(each): each for each in requests if each.req_pool_idx is None}.values())
-        rows = self.alloc_rows(len(waiting))
+        distinct = {id(each): each for each in requests}.values()
+        held = [each.req_pool_idx for each in distinct if each.req_pool_idx is not None]
+        claimed = self._require_lent("alloc", held)
+        refuse(InvalidSlotError, "alloc", _repeated(claimed), "rows of two requests", "one each")
+        waiting = [each for each in distinct if each.req_pool_idx is None]
+        rows = self._lend("alloc", len(waiting))
         if rows is None:
             return None
         for request, row in zip(waiting, rows, strict=True):
             request.req_pool_idx = row
         return [request.req_pool_idx for request in requests if request.req_pool_idx is not None]
 
-    def alloc_rows(self, num_rows: int) -> list[int] | None:
+    def alloc_rows(self, num_rows: SupportsIndex) -> list[int] | None:
         """Lend rows that no request holds: from the tail of `free_slots`, all or none.
 
         Raises:
-            GeometryError: a negative number.
+            GeometryError: a negative number, or none that is whole.
         """
+        return self._lend("alloc_rows", num_rows)
+
+    def _lend(self, operation: str, number: SupportsIndex) -> list[int] | None:
+        num_rows = as_count(operation, "number of rows", number)
         if num_rows < 0:
-            raise GeometryError(f"alloc_rows: expected a number of rows >= 0, got {num_rows}")
+            raise GeometryError(f"{operation}: expected a number of rows >= 0, got {num_rows}")
         if num_rows > len(self.free_slots):
             return None
         first = len(self.free_slots) - num_rows
@@ -169,20 +203,22 @@ class ReqToTokenPool:
         """
         if request.req_pool_idx is None:
             raise DoubleFreeError("free: a request without a row; expected one that holds a row")
-        self.free_rows([request.req_pool_idx])
+        self._take_back("free", [request.req_pool_idx])
         request.req_pool_idx = None
 
-    def free_rows(self, rows: Iterable[int]) -> None:
+    def free_rows(self, rows: Iterable[SupportsIndex]) -> None:
         """Take rows back.
 
         Raises:
             DoubleFreeError: a row that is not lent, or named twice.
             InvalidSlotError: a row that is not one of 1..size.
         """
-        returned = list(rows)
-        self._require_lent("free_rows", returned, otherwise=DoubleFreeError)
-        repeated = [row for row, count in Counter(returned).items() if count > 1]
-        refuse(DoubleFreeError, "free_rows", _as_ids(repeated), "rows named twice", "each row once")
+        self._take_back("free_rows", rows)
+
+    def _take_back(self, operation: str, rows: Iterable[SupportsIndex]) -> None:
+        returned = self._require_lent(operation, rows, otherwise=DoubleFreeError)
+        twice, once = "rows named twice", "each row once"
+        refuse(DoubleFreeError, operation, _repeated(returned), twice, once)
         self._lent[returned] = False
         self.free_slots.extend(returned)
 
@@ -195,7 +231,7 @@ class ReqToTokenPool:
 
     # -- kv rows -------------------------------------------------------------------------------
 
-    def row(self, req_pool_idx: int, length: int) -> torch.Tensor:
+    def row(self, req_pool_idx: SupportsIndex, length: SupportsIndex) -> torch.Tensor:
         """The slots of the first `length` tokens of a row: int64 `[length]`, a copy.
 
         Raises:
@@ -204,9 +240,9 @@ class ReqToTokenPool:
             PausedPoolError: the memory of the table was given back.
         """
         table = self.req_to_token
-        self._require_lent("row", [req_pool_idx])
-        self._require_tokens("row", 0, length)
-        return table[req_pool_idx, :length].to(torch.int64)
+        (row,) = self._require_lent("row", [req_pool_idx])
+        _, stop = self._require_tokens("row", 0, length)
+        return table[row, :stop].to(torch.int64)
 
     def write(self, indices: Places, values: torch.Tensor) -> None:
         """Write slots into rows: a piece of one row, or single tokens of several.
@@ -214,34 +250,42 @@ class ReqToTokenPool:
         Args:
             indices: `(row, slice(start, stop))`, or `(rows, positions)` as tensors `[n]` of any
                 integer dtype on the pool's device. Row 0 may be among the latter.
-            values: the slots, `[stop - start]` or `[n]` of any integer dtype.
+            values: the slots, `[stop - start]` or `[n]` of any integer dtype. They are kept as
+                int32. Larger ones are refused on the host; in device memory they are not read, and
+                wrap.
 
         Raises:
             IndexTensorError: not one of both forms, or a tensor of the wrong rank, dtype or device.
             GeometryError: another number of slots than places, or a position outside the row.
-            InvalidSlotError: a row that is not lent.
-                Rows and positions in device memory are not read, so those two are checked for
-                pieces and for a table on the host only.
+            InvalidSlotError: a row that is not lent, or a slot beyond int32.
+                Rows, positions and slots in device memory are not read, so they are checked for
+                pieces (rows) and for a table on the host only. In all cases nothing was written.
             PausedPoolError: the memory of the table was given back.
         """
         table = self.req_to_token
         slots = as_index("write(values)", values, self._index_device)
+        self._require_int32(slots)
         match indices:
-            case (int(row), slice(start=start, stop=stop, step=None)):
-                self._require_lent("write", [row])
-                start = 0 if start is None else start
-                stop = self.max_context_len if stop is None else stop
-                self._require_tokens("write", start, stop)
+            case (torch.Tensor() as rows, torch.Tensor() as positions):
+                places = self._places(rows, positions)
+                require_equal_lengths("write", rows=places[0], positions=places[1], values=slots)
+                table[places] = slots.to(torch.int32)
+            # A row number in a tensor may be on a device, and reading it would wait.
+            case (row, slice(start=start, stop=stop, step=None)) if not isinstance(
+                row, torch.Tensor
+            ):
+                (row,) = self._require_lent("write", [row])
+                start, stop = self._require_tokens(
+                    "write",
+                    0 if start is None else start,
+                    self.max_context_len if stop is None else stop,
+                )
                 if slots.numel() != stop - start:
                     raise GeometryError(
                         f"write: {slots.numel()} slots for tokens {start}..{stop} of a row; "
                         f"expected {stop - start}"
                     )
                 table[row, start:stop] = slots.to(torch.int32)
-            case (torch.Tensor() as rows, torch.Tensor() as positions):
-                places = self._places(rows, positions)
-                require_equal_lengths("write", rows=places[0], positions=places[1], values=slots)
-                table[places] = slots.to(torch.int32)
             case _:
                 raise IndexTensorError(
                     "write: expected (row, slice(start, stop)) or (rows, positions) as tensors, "
@@ -265,20 +309,35 @@ class ReqToTokenPool:
     def _require_lent(
         self,
         operation: str,
-        rows: Sequence[int],
+        rows: Iterable[SupportsIndex],
         *,
         otherwise: type[KVCacheError] = InvalidSlotError,
-    ) -> None:
-        """Raise InvalidSlotError for rows outside the table, `otherwise` for rows not lent."""
-        named = _as_ids(rows)
+    ) -> list[int]:
+        """The rows as ints; raises InvalidSlotError for those outside the table, `otherwise` for
+        those not lent."""
+        numbers = _as_rows(operation, rows)
+        named = _as_ids(numbers)
         outside = named[(named < 1) | (named > self.size)]
         expected = f"rows on loan, of 1..{self.size}"
         refuse(InvalidSlotError, operation, outside, "rows outside the table", expected)
         refuse(otherwise, operation, named[~self._lent[named]], "rows that are not lent", expected)
+        return numbers
 
-    def _require_tokens(self, operation: str, start: int, stop: int) -> None:
+    def _require_int32(self, slots: torch.Tensor) -> None:
+        """Raise InvalidSlotError for slots that the table cannot hold, where the host knows."""
+        if self._index_device.type == "cpu":
+            outside = slots[(slots < _SLOT_LIMITS.min) | (slots > _SLOT_LIMITS.max)]
+            expected = f"at most {_SLOT_LIMITS.max}"
+            refuse(InvalidSlotError, "write", on_host(outside), "slots beyond int32", expected)
+
+    def _require_tokens(
+        self, operation: str, first: SupportsIndex, end: SupportsIndex
+    ) -> tuple[int, int]:
+        start = as_count(operation, "first token", first)
+        stop = as_count(operation, "number of tokens", end)
         if not 0 <= start <= stop <= self.max_context_len:
             raise GeometryError(
                 f"{operation}: tokens {start}..{stop}; expected a range within "
                 f"0..{self.max_context_len} (max_context_len)"
             )
+        return start, stop

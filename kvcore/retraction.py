@@ -20,6 +20,7 @@ from kvcore.allocator import (
 from kvcore.allocator.arguments import as_index
 from kvcore.allocator.device_side import DeviceSideAllocator
 from kvcore.errors import DoubleFreeError, GeometryError, IndexTensorError, InvalidSlotError
+from kvcore.pools.arguments import as_count
 from kvcore.requests import ReqToTokenPool, RowHolder
 
 CopyT = TypeVar("CopyT", bound=Sized)
@@ -94,6 +95,8 @@ class RetractionBackup(Generic[CopyT]):
             GeometryError: chunks of less than one token.
         """
         slots = as_index("RetractionBackup.take", indices, _device_of(indices))
+        if chunk_tokens is not None:
+            chunk_tokens = as_count("RetractionBackup.take", "chunk_tokens", chunk_tokens)
         if chunk_tokens is not None and chunk_tokens < 1:
             raise GeometryError(
                 f"RetractionBackup.take: expected chunk_tokens >= 1, got {chunk_tokens}"
@@ -175,6 +178,7 @@ class Retraction:
         *,
         chunk_tokens: int = 8192,
     ) -> None:
+        chunk_tokens = as_count("Retraction", "chunk_tokens", chunk_tokens)
         if chunk_tokens < 1:
             raise GeometryError(f"Retraction: expected chunk_tokens >= 1, got {chunk_tokens}")
         pool = allocator.get_kvcache()
@@ -274,7 +278,8 @@ class Retraction:
         return backup
 
     def _require_window(self, operation: str, request: Request) -> None:
-        length, evicted = request.kv_len, request.swa_evicted_seqlen
+        length = as_count(operation, "kv_len", request.kv_len)
+        evicted = as_count(operation, "swa_evicted_seqlen", request.swa_evicted_seqlen)
         longest = self.req_to_token_pool.max_context_len
         if not 0 <= evicted <= length <= longest or evicted % self.allocator.page_size != 0:
             raise GeometryError(

@@ -11,28 +11,24 @@ Not here: which slots are free or lent (`kvcore.allocator`), and how memory is g
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Protocol, TypeAlias
 
 import torch
 
 from kvcore.allocator.arguments import as_index, require_equal_lengths
 from kvcore.errors import GeometryError, PausedPoolError
+from kvcore.pools.arguments import (
+    Layer,
+    as_count,
+    layer_number,
+    require_within,
+    scaled,
+    shaped,
+)
 from kvcore.saver import KV_CACHE, MemorySaver, default_saver
 
 BufferInfos: TypeAlias = tuple[list[int], list[int], list[int]]
 """Addresses, lengths in bytes, and bytes a page, one entry a buffer: what KV transfer registers."""
-
-
-class HasLayerId(Protocol):
-    """An attention layer as engines pass it: only its number matters here."""
-
-    @property
-    def layer_id(self) -> int:
-        """The number of the layer in the model."""
-
-
-Layer: TypeAlias = int | HasLayerId
 
 
 class SlotRows(Protocol):
@@ -43,11 +39,6 @@ class SlotRows(Protocol):
 
     def __setitem__(self, slots: torch.Tensor, rows: torch.Tensor, /) -> None:
         """Write `rows` into the rows of `slots`."""
-
-
-def layer_number(layer: Layer) -> int:
-    """The number of `layer`, given as such or as an object that carries it."""
-    return layer if isinstance(layer, int) else layer.layer_id
 
 
 def is_fp8(dtype: torch.dtype) -> bool:
@@ -92,11 +83,17 @@ class SlotPool(ABC):
         memory_saver: the saver, where `enable_memory_saver` is True; `default_saver(device)` for
             None.
 
+    Slot -1 means "no slot", everywhere: what is written there goes to the padding row 0, and what
+    is read from there comes from it. All that can be known without waiting for the device is
+    checked before the first row is written, so that no token is written by half: type, device,
+    shape and dtype of every part, and on a CPU the slots themselves. A slot beyond the pool on a
+    CUDA device is that device's own assertion.
+
     While the tag is paused, reading and writing raises `PausedPoolError` before anything happens,
     and so does building another pool. Addresses, sizes and transfer tables stay available.
 
     Raises:
-        GeometryError: a size that no buffer can have.
+        GeometryError: a size that no buffer can have, or that is not a whole number.
         PausedPoolError: the saver's tag `kv_cache` is paused.
         SaverMemoryError: the saver found no memory.
         SaverUnavailableError: there is no saver for `device`.
@@ -115,9 +112,13 @@ class SlotPool(ABC):
         *,
         memory_saver: MemorySaver | None = None,
     ) -> None:
+        kind = type(self).__name__
+        size = as_count(kind, "size", size)
+        page_size = as_count(kind, "page_size", page_size)
+        layer_num = as_count(kind, "layer_num", layer_num)
         if size < 0 or page_size < 1 or layer_num < 0:
             raise GeometryError(
-                f"{type(self).__name__}: size {size}, page_size {page_size}, layer_num {layer_num};"
+                f"{kind}: size {size}, page_size {page_size}, layer_num {layer_num};"
                 " expected size >= 0, page_size >= 1, layer_num >= 0"
             )
         self.size = size
@@ -197,17 +198,30 @@ class SlotPool(ABC):
 
         Raises:
             IndexTensorError: not a vector of integers on the pool's device.
+            InvalidSlotError: a slot beyond the pool, on a CPU.
             GeometryError: the lengths differ.
             PausedPoolError: the pool is paused.
         """
         self.require_awake("move_kv_cache")
-        targets = as_index("move_kv_cache", tgt_loc, self._resolved_device)
-        sources = as_index("move_kv_cache", src_loc, self._resolved_device)
+        targets = self._rows_of("move_kv_cache", tgt_loc)
+        sources = self._rows_of("move_kv_cache", src_loc)
         require_equal_lengths("move_kv_cache", targets=targets, sources=sources)
         self._move(targets, sources)
 
+    def _rows_of(self, operation: str, indices: torch.Tensor) -> torch.Tensor:
+        """The rows of `indices`, int64 `[n]`; the padding row for -1, which as a row would be the
+        last live one.
+
+        Raises:
+            IndexTensorError: not a vector of integers on the pool's device.
+            InvalidSlotError: a slot beyond the pool, on a CPU.
+        """
+        slots = as_index(operation, indices, self._resolved_device)
+        require_within(operation, slots, self.rows)
+        return slots.clamp(min=0)
+
     def _move(self, targets: torch.Tensor, sources: torch.Tensor) -> None:
-        """Copy checked int64 slots to others, in every buffer."""
+        """Copy rows, as `_rows_of` names them, to others, in every buffer."""
         for buffer in self.slot_buffers():
             # The right side is gathered whole before the first row is written.
             buffer[targets] = buffer[sources]
@@ -217,28 +231,36 @@ class SlotPool(ABC):
 
         Raises:
             IndexTensorError: not a vector of integers on the pool's device.
+            InvalidSlotError: a slot beyond the pool, on a CPU.
             PausedPoolError: the pool is paused.
         """
         self.require_awake("get_cpu_copy")
-        slots = as_index("get_cpu_copy", indices, self._resolved_device)
-        return HostRows(len(slots), tuple(rows[slots].cpu() for rows in self.copied_rows()))
+        return self._copied(self._rows_of("get_cpu_copy", indices))
+
+    def _copied(self, rows: torch.Tensor) -> HostRows:
+        """Host copies of rows, as `_rows_of` names them."""
+        return HostRows(len(rows), tuple(buffer[rows].cpu() for buffer in self.copied_rows()))
 
     def load_cpu_copy(self, copy: HostRows, indices: torch.Tensor) -> None:
         """Write the rows of `copy` into the slots `indices`, the first row into the first slot.
 
         Raises:
-            IndexTensorError, GeometryError, PausedPoolError: see `check_host_copy`; nothing was
-                written.
+            IndexTensorError, InvalidSlotError, GeometryError, PausedPoolError: see
+                `check_host_copy`; nothing was written.
         """
-        slots = self.check_host_copy(copy, indices)
-        for rows, copied in zip(self.copied_rows(), copy.buffers, strict=True):
-            rows[slots] = copied.to(slots.device)
+        self._load(copy, self.check_host_copy(copy, indices))
+
+    def _load(self, copy: HostRows, rows: torch.Tensor) -> None:
+        """Write a checked copy into rows, as `_rows_of` names them."""
+        for buffer, copied in zip(self.copied_rows(), copy.buffers, strict=True):
+            buffer[rows] = copied.to(rows.device)
 
     def check_host_copy(self, copy: HostRows, indices: torch.Tensor) -> torch.Tensor:
-        """Return `indices` as int64 if `copy` can be written there, or raise.
+        """The rows of `indices`, int64 `[n]`, if `copy` can be written there, or raise.
 
         Raises:
             IndexTensorError: not a vector of integers on the pool's device.
+            InvalidSlotError: a slot beyond the pool, on a CPU.
             GeometryError: another number of rows than slots, or a copy of a pool with other
                 buffers.
             PausedPoolError: the pool is paused.
@@ -248,7 +270,7 @@ class SlotPool(ABC):
         self.check_copy_fits(copy)
         if len(slots) != len(copy):
             raise GeometryError(f"load_cpu_copy: {len(slots)} slots for {len(copy)} copied rows")
-        return slots
+        return self._rows_of("load_cpu_copy", slots)
 
     def check_copy_fits(self, copy: HostRows) -> None:
         """Raise GeometryError unless the rows of `copy` are rows of this pool's buffers."""
@@ -288,11 +310,15 @@ class SlotPool(ABC):
         shape: tuple[int, ...],
         scale: float | torch.Tensor | None,
     ) -> torch.Tensor:
-        """`rows` as the buffers keep them: `shape` in storage dtype; `what` as in `shaped`."""
-        rows = shaped(what, rows, shape)
+        """`rows` as the buffers keep them: `shape` in storage dtype; `what` as in `shaped`.
+
+        Raises:
+            IndexTensorError, GeometryError: see `shaped` and `scaled`.
+        """
+        rows = shaped(what, rows, shape, self._resolved_device)
         if rows.dtype != self.dtype:
             # Not in place: the tensor is the caller's.
-            rows = rows if scale is None else rows / scale
+            rows = rows if scale is None else scaled(what, rows, scale)
             rows = rows.to(self.dtype)
         return rows.view(self.store_dtype)
 
@@ -306,17 +332,6 @@ class SlotPool(ABC):
                 f"layer {number}: this pool holds {self.layer_num} layers from {self.start_layer}"
             )
         return local
-
-
-def shaped(what: str, rows: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """`rows`, given in `shape` or flat (`[shape[0], …]`), in `shape`.
-
-    Raises:
-        GeometryError: another shape; `what` names operation and rows.
-    """
-    if tuple(rows.shape) not in (shape, (shape[0], prod(shape[1:]))):
-        raise GeometryError(f"{what} of shape {tuple(rows.shape)}; expected {shape}")
-    return rows.reshape(shape)
 
 
 def _summary(buffers: Sequence[torch.Tensor]) -> str:

@@ -5,14 +5,16 @@ Left out: index keys pooled over several tokens, layouts shuffled for one vendor
 index keys spread over devices.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import SupportsIndex
 
 import torch
 
 from kvcore.allocator.arguments import as_index, as_locations
 from kvcore.errors import GeometryError
-from kvcore.pools.base import BufferInfos, Layer, SlotRows, shaped
+from kvcore.pools.arguments import Layer, as_count, require_tensor, require_within, shaped
+from kvcore.pools.base import BufferInfos, SlotRows
 from kvcore.pools.mla import MLATokenToKVPool
 from kvcore.pools.packing import BLOCK, FP8, pack, packed_width, unpack
 from kvcore.saver import MemorySaver
@@ -91,8 +93,8 @@ class DSATokenToKVPool(MLATokenToKVPool):
         start_layer: int | None = None,
         end_layer: int | None = None,
         index_buf_size: int | None = None,
-        *,
         skip_topk_layers: Sequence[bool] | None = None,
+        *,
         memory_saver: MemorySaver | None = None,
     ) -> None:
         if not isinstance(dtype, torch.dtype):
@@ -100,13 +102,14 @@ class DSATokenToKVPool(MLATokenToKVPool):
                 f"DSATokenToKVPool: dtype {dtype!r}; expected a torch.dtype; here kv_lora_rank"
                 " comes before dtype, as in the field"
             )
-        self.index_head_dim = index_head_dim
-        self.index_buf_size = size if index_buf_size is None else index_buf_size
-        self.skip_topk_layers = (
-            [False] * layer_num if skip_topk_layers is None else list(skip_topk_layers)
+        kind = "DSATokenToKVPool"
+        self.index_head_dim = as_count(kind, "index_head_dim", index_head_dim)
+        self.index_buf_size = as_count(
+            kind, "index_buf_size", size if index_buf_size is None else index_buf_size
         )
-        self._asked_width = kv_cache_dim
-        _check_index(index_head_dim, self.index_buf_size, size, self.skip_topk_layers, layer_num)
+        self.skip_topk_layers = _skips(skip_topk_layers, as_count(kind, "layer_num", layer_num))
+        self._asked_width = as_count(kind, "kv_cache_dim", kv_cache_dim)
+        _check_index(self.index_head_dim, self.index_buf_size, as_count(kind, "size", size))
         super().__init__(
             size,
             page_size,
@@ -120,9 +123,9 @@ class DSATokenToKVPool(MLATokenToKVPool):
             end_layer,
             memory_saver=memory_saver,
         )
-        self.index_scale_bytes = index_head_dim // BLOCK * _SCALE_BYTES
-        pages = -(-self.index_buf_size // page_size) + 1
-        width = page_size * (index_head_dim + self.index_scale_bytes)
+        self.index_scale_bytes = self.index_head_dim // BLOCK * _SCALE_BYTES
+        pages = -(-self.index_buf_size // self.page_size) + 1
+        width = self.page_size * (self.index_head_dim + self.index_scale_bytes)
         self._index_buffer = [
             self._index_zeros((0 if skips else pages, width)) for skips in self.skip_topk_layers
         ]
@@ -181,30 +184,39 @@ class DSATokenToKVPool(MLATokenToKVPool):
             index_k_scale: float32, `[n, index_head_dim // 128]`, or `[n]` if that is 1.
 
         Raises:
-            IndexTensorError: not a vector of integers on the pool's device; nothing was written.
+            IndexTensorError: slots that are no vector of integers, or keys or scales that are no
+                tensor, on the pool's device.
+            InvalidSlotError: a slot beyond the index keys, on a CPU.
             GeometryError: an unknown layer, one without index keys, or another number of rows,
                 columns or dtype.
-            PausedPoolError: the pool is paused.
+            PausedPoolError: the pool is paused. In all cases nothing was written.
         """
         operation = "set_index_k_scale_buffer"
-        local, slots = self._place_rows(operation, layer, loc)
+        self.require_awake(operation)
+        local = self._local_layer(layer)
         buffer = self._index_buffer[local]
         if not len(buffer):
             raise GeometryError(
                 f"{operation}: layer position {local} reuses the top-k of the layer before it and"
                 " has no index keys"
             )
+        slots = as_index(operation, loc, self._resolved_device)
+        require_within(operation, slots, len(buffer) * self.page_size)
+        slots = slots.clamp(min=0)
+        for name, part in (("keys", index_k), ("scales", index_k_scale)):
+            require_tensor(f"{operation}: {name}", part, self._resolved_device)
         if index_k.dtype.itemsize != 1 or index_k_scale.dtype != torch.float32:
             raise GeometryError(
                 f"{operation}: keys of {index_k.dtype}, scales of {index_k_scale.dtype}; expected"
                 " eight-bit keys and float32 scales"
             )
         count = len(slots)
-        keys = shaped(f"{operation}: keys", index_k, (count, self.index_head_dim))
         blocks = self.index_head_dim // BLOCK
         if blocks == 1:
             index_k_scale = index_k_scale.reshape(-1, 1)
-        scales = shaped(f"{operation}: scales", index_k_scale, (count, blocks)).contiguous()
+        device = self._resolved_device
+        keys = shaped(f"{operation}: keys", index_k, (count, self.index_head_dim), device)
+        scales = shaped(f"{operation}: scales", index_k_scale, (count, blocks), device).contiguous()
         self._keys(buffer)[slots] = keys.view(torch.uint8)
         self._scales(buffer)[slots] = scales.view(torch.uint8)
 
@@ -223,11 +235,13 @@ class DSATokenToKVPool(MLATokenToKVPool):
 
         Raises:
             IndexTensorError: not a vector of integers on the pool's device.
+            InvalidSlotError: a page beyond the index keys, on a CPU; page -1 is the padding page.
             GeometryError: an unknown layer, or more tokens than the pages hold.
             PausedPoolError: the pool is paused.
         """
-        rows = self._keys(self.get_index_k_with_scale_buffer(layer))
-        return self._first_tokens("get_index_k_continuous", rows, seq_len, page_indices)
+        buffer = self.get_index_k_with_scale_buffer(layer)
+        pages = self._first_pages("get_index_k_continuous", buffer, seq_len, page_indices)
+        return self._keys(buffer).pages[pages].flatten(0, 1)[:seq_len]
 
     def get_index_k_scale_continuous(
         self, layer: Layer, seq_len: int, page_indices: torch.Tensor
@@ -235,10 +249,12 @@ class DSATokenToKVPool(MLATokenToKVPool):
         """The scales of the same tokens, as bytes: uint8 `[seq_len, index_head_dim // 128 * 4]`.
 
         Raises:
-            IndexTensorError, GeometryError, PausedPoolError: as `get_index_k_continuous`.
+            IndexTensorError, InvalidSlotError, GeometryError, PausedPoolError: as
+                `get_index_k_continuous`.
         """
-        rows = self._scales(self.get_index_k_with_scale_buffer(layer))
-        return self._first_tokens("get_index_k_scale_continuous", rows, seq_len, page_indices)
+        buffer = self.get_index_k_with_scale_buffer(layer)
+        pages = self._first_pages("get_index_k_scale_continuous", buffer, seq_len, page_indices)
+        return self._scales(buffer).pages[pages].flatten(0, 1)[:seq_len]
 
     def get_index_k_scale_buffer(
         self,
@@ -256,14 +272,17 @@ class DSATokenToKVPool(MLATokenToKVPool):
             page_indices: pages of each sequence, `[batch, most pages]`; what is beyond a sequence's
                 end is not read.
             seq_len_sum: the sum of `seq_len_tensor`, known on the host.
-            max_seq_len: the largest of `seq_len_tensor`, known on the host.
+            max_seq_len: at least the largest of `seq_len_tensor`, known on the host.
 
         Returns:
             uint8 `[seq_len_sum, index_head_dim]` and `[seq_len_sum, index_head_dim // 128 * 4]`.
 
         Raises:
             IndexTensorError: not integers on the pool's device.
-            GeometryError: an unknown layer, or sequences longer than the pages hold.
+            InvalidSlotError: a page beyond the index keys, on a CPU; page -1 is the padding page.
+            GeometryError: an unknown layer, or sequences longer than the pages hold; on a CPU also
+                a negative length, or lengths that are not as `seq_len_sum` and `max_seq_len` say.
+                A device is not asked, and nobody else notices there.
             PausedPoolError: the pool is paused.
         """
         operation = "get_index_k_scale_buffer"
@@ -275,7 +294,9 @@ class DSATokenToKVPool(MLATokenToKVPool):
                 f"{operation}: pages of shape {tuple(pages.shape)} for {len(lengths)} sequences;"
                 " expected a row of pages for each"
             )
+        seq_len_sum = as_count(operation, "seq_len_sum", seq_len_sum)
         self._require_pages(operation, max_seq_len, pages.shape[1])
+        _require_lengths(operation, lengths, seq_len_sum, max_seq_len)
         # The host knows the sum, so no shape here waits for the device.
         owner = torch.repeat_interleave(
             torch.arange(len(lengths), device=lengths.device), lengths, output_size=seq_len_sum
@@ -283,7 +304,8 @@ class DSATokenToKVPool(MLATokenToKVPool):
         starts = lengths.cumsum(0) - lengths
         token = torch.arange(seq_len_sum, device=lengths.device) - starts[owner]
         size = self.page_size
-        slots = pages[owner, token // size] * size + token % size
+        slots = self._page_rows(operation, pages[owner, token // size], buffer) * size
+        slots += token % size
         return self._keys(buffer)[slots], self._scales(buffer)[slots]
 
     def get_state_buf_infos(self) -> BufferInfos:
@@ -324,8 +346,13 @@ class DSATokenToKVPool(MLATokenToKVPool):
     def _joined(self, count: int, nope: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
         if not self.dsa_kv_cache_store_fp8:
             return super()._joined(count, nope, rope)
-        latent = shaped("set_mla_kv_buffer: nope part", nope, (count, 1, self.kv_lora_rank))
-        rotated = shaped("set_mla_kv_buffer: rope part", rope, (count, 1, self.qk_rope_head_dim))
+        widths = (self.kv_lora_rank, self.qk_rope_head_dim)
+        latent, rotated = (
+            shaped(
+                f"set_mla_kv_buffer: {name} part", part, (count, 1, width), self._resolved_device
+            )
+            for name, part, width in zip(("nope", "rope"), (nope, rope), widths, strict=True)
+        )
         return pack(latent[:, 0], rotated[:, 0])[:, None]
 
     def _parted(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -376,26 +403,55 @@ class DSATokenToKVPool(MLATokenToKVPool):
         start = self.page_size * self.index_head_dim
         return PagedRows(buffer[:, start:].unflatten(1, (self.page_size, self.index_scale_bytes)))
 
-    def _first_tokens(
-        self, operation: str, rows: PagedRows, seq_len: int, page_indices: torch.Tensor
+    def _first_pages(
+        self, operation: str, buffer: torch.Tensor, seq_len: int, page_indices: torch.Tensor
     ) -> torch.Tensor:
-        """Rows of the first `seq_len` tokens of pages."""
+        """Those of the pages that hold the first `seq_len` tokens, as rows of `buffer`."""
         pages = as_index(operation, page_indices, self._resolved_device)
         self._require_pages(operation, seq_len, len(pages))
-        needed = pages[: -(-seq_len // self.page_size)]
-        return rows.pages[needed].flatten(0, 1)[:seq_len]
+        return self._page_rows(operation, pages[: -(-seq_len // self.page_size)], buffer)
 
-    def _require_pages(self, operation: str, seq_len: int, pages: int) -> None:
+    def _page_rows(self, operation: str, pages: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
+        """Pages as rows of `buffer`: the padding page for -1, as slot -1 is a padding slot."""
+        require_within(operation, pages, len(buffer))
+        return pages.clamp(min=0)
+
+    def _require_pages(self, operation: str, seq_len: SupportsIndex, pages: int) -> None:
         """Raise GeometryError unless `pages` pages hold `seq_len` tokens."""
-        if not 0 <= seq_len <= pages * self.page_size:
+        if not 0 <= as_count(operation, "length", seq_len) <= pages * self.page_size:
             raise GeometryError(
                 f"{operation}: {seq_len} tokens in {pages} pages of {self.page_size}"
             )
 
 
-def _check_index(
-    index_head_dim: int, index_buf_size: int, size: int, skips: list[bool], layer_num: int
+def _require_lengths(
+    operation: str, lengths: torch.Tensor, seq_len_sum: int, max_seq_len: int
 ) -> None:
+    """Raise GeometryError where the lengths are known not to be what the host was told."""
+    if lengths.device.type != "cpu":
+        return
+    seen = lengths.tolist()
+    if sum(seen) != seq_len_sum or any(not 0 <= length <= max_seq_len for length in seen):
+        raise GeometryError(
+            f"{operation}: lengths {seen}; expected none negative, seq_len_sum {seq_len_sum} in all"
+            f" and at most max_seq_len {max_seq_len} each"
+        )
+
+
+def _skips(skip_topk_layers: Sequence[bool] | None, layer_num: int) -> list[bool]:
+    """For each layer, whether it keeps no index keys; raises GeometryError for another number."""
+    if skip_topk_layers is None:
+        return [False] * layer_num
+    skips = list(skip_topk_layers) if isinstance(skip_topk_layers, Iterable) else None
+    if skips is None or len(skips) != layer_num:
+        raise GeometryError(
+            f"DSATokenToKVPool: skip_topk_layers {skip_topk_layers!r}; expected a sequence of"
+            f" {layer_num}, one for each layer"
+        )
+    return skips
+
+
+def _check_index(index_head_dim: int, index_buf_size: int, size: int) -> None:
     """Raise GeometryError unless there can be an index-K cache of these sizes."""
     if index_head_dim < BLOCK or index_head_dim % BLOCK:
         raise GeometryError(
@@ -404,8 +460,4 @@ def _check_index(
     if index_buf_size < size:
         raise GeometryError(
             f"DSATokenToKVPool: index_buf_size {index_buf_size}; expected at least size {size}"
-        )
-    if len(skips) != layer_num:
-        raise GeometryError(
-            f"DSATokenToKVPool: skip_topk_layers of {len(skips)} layers; expected {layer_num}"
         )

@@ -13,7 +13,8 @@ import torch
 from kvcore.allocator.arguments import as_index, as_locations
 from kvcore.allocator.hisparse import COMPRESS_RATIO
 from kvcore.errors import GeometryError, IndexTensorError, MappingError
-from kvcore.pools.base import HostRows, Layer
+from kvcore.pools.arguments import as_count, require_within
+from kvcore.pools.base import HostRows
 from kvcore.pools.mla import MLATokenToKVPool
 from kvcore.saver import MemorySaver
 
@@ -67,6 +68,7 @@ class DeviceRowsPool(MLATokenToKVPool):
         Raises:
             MappingError: no mapping was registered yet.
             IndexTensorError: not integers on the pool's device.
+            InvalidSlotError: a location beyond the mapping, on a CPU.
         """
         operation = "translate_loc_to_hisparse_device"
         locations = as_locations(operation, compressed_indices, self._resolved_device)
@@ -75,6 +77,7 @@ class DeviceRowsPool(MLATokenToKVPool):
                 f"{operation}: no mapping registered; build the allocator on this pool, or call"
                 " register_mapping"
             )
+        require_within(operation, locations, len(self.full_to_hisparse_device_index_mapping))
         # -1 reads the last element, the sentinel, which is -1 too.
         return self.full_to_hisparse_device_index_mapping[locations]
 
@@ -91,49 +94,44 @@ class DeviceRowsPool(MLATokenToKVPool):
 
         Raises:
             IndexTensorError: not a vector of integers on the pool's device.
+            InvalidSlotError: a location beyond the mapping, on a CPU.
             MappingError: no mapping was registered yet.
             PausedPoolError: the pool is paused.
         """
-        locations = as_index("get_cpu_copy", indices, self._resolved_device)
-        rows = self._rows_of(locations)
-        copy = super().get_cpu_copy(rows)
+        self.require_awake("get_cpu_copy")
+        rows = self._rows_of("get_cpu_copy", indices)
+        copy = self._copied(rows)
         return DeviceRows(copy.count, copy.buffers, had_slot=(rows > 0).cpu())
 
     def load_cpu_copy(self, copy: HostRows, indices: torch.Tensor) -> None:
         """Write `copy` to the locations `indices`, where old and new ones have device slots.
 
         Raises:
-            IndexTensorError, GeometryError, PausedPoolError: see `SlotPool.check_host_copy`;
-                nothing was written.
+            IndexTensorError, InvalidSlotError, GeometryError, PausedPoolError: see
+                `SlotPool.check_host_copy`; nothing was written.
             MappingError: no mapping was registered yet.
         """
         if not isinstance(copy, DeviceRows):
             raise GeometryError(
                 f"load_cpu_copy: a {type(copy).__name__}; {type(self).__name__} restores DeviceRows"
             )
-        rows = self._rows_of(self.check_host_copy(copy, indices)).cpu()
+        rows = self.check_host_copy(copy, indices).cpu()
         both = copy.had_slot & (rows > 0)
-        super().load_cpu_copy(copy.select(both), rows[both].to(self._resolved_device))
+        self._load(copy.select(both), rows[both].to(self._resolved_device))
 
     def _move(self, targets: torch.Tensor, sources: torch.Tensor) -> None:
-        """Copy locations to others where both have a device slot."""
-        to, origin = self._rows_of(targets), self._rows_of(sources)
+        """Copy rows to others where both are device slots."""
         # The padding row moved onto itself stands for "nothing to move": selecting the others
         # would cost a synchronisation.
-        moves = (to > 0) & (origin > 0)
-        super()._move(to * moves, origin * moves)
+        moves = (targets > 0) & (sources > 0)
+        super()._move(targets * moves, sources * moves)
 
-    def _place_rows(
-        self, operation: str, layer: Layer, loc: torch.Tensor
-    ) -> tuple[int, torch.Tensor]:
-        locations = as_index(operation, loc, self._resolved_device)
-        return super()._place_rows(operation, layer, self._rows_of(locations))
-
-    def _rows_of(self, locations: torch.Tensor) -> torch.Tensor:
+    def _rows_of(self, operation: str, indices: torch.Tensor) -> torch.Tensor:
         """The row of each location; the padding row where it has none.
 
         Index -1 translates to -1, which as a row would be the last live one.
         """
+        locations = as_index(operation, indices, self._resolved_device)
         return self.translate_loc_to_hisparse_device(locations).clamp(min=0)
 
 
@@ -168,6 +166,9 @@ class HiSparseKVPool(DeviceRowsPool):
         host_to_device_ratio: int = 2,
         memory_saver: MemorySaver | None = None,
     ) -> None:
+        host_to_device_ratio = as_count(
+            "HiSparseKVPool", "host_to_device_ratio", host_to_device_ratio
+        )
         if host_to_device_ratio < 1:
             raise GeometryError(
                 f"HiSparseKVPool: host_to_device_ratio {host_to_device_ratio}; expected at least 1"
@@ -185,7 +186,7 @@ class HiSparseKVPool(DeviceRowsPool):
             end_layer,
             memory_saver=memory_saver,
         )
-        self.logical_size = size * host_to_device_ratio
+        self.logical_size = self.size * host_to_device_ratio
         """Logical slots: what an index-K cache beside this pool must have keys for."""
 
     def translate_loc_from_full_to_compressed(self, full_indices: torch.Tensor) -> torch.Tensor:

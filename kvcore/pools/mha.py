@@ -5,9 +5,9 @@ Left out: quantised formats with separate scales, and layouts other than one row
 
 import torch
 
-from kvcore.allocator.arguments import as_index
 from kvcore.errors import GeometryError
-from kvcore.pools.base import Layer, SlotPool
+from kvcore.pools.arguments import Layer, as_count
+from kvcore.pools.base import SlotPool
 from kvcore.saver import MemorySaver
 
 
@@ -44,16 +44,23 @@ class MHATokenToKVPool(SlotPool):
             end_layer,
             memory_saver=memory_saver,
         )
-        self.head_num = head_num
-        self.head_dim = head_dim
-        self.v_head_dim = head_dim if v_head_dim is None else v_head_dim
-        if head_num < 1 or head_dim < 1 or self.v_head_dim < 1:
+        self.head_num = as_count("MHATokenToKVPool", "head_num", head_num)
+        self.head_dim = as_count("MHATokenToKVPool", "head_dim", head_dim)
+        self.v_head_dim = (
+            self.head_dim
+            if v_head_dim is None
+            else as_count("MHATokenToKVPool", "v_head_dim", v_head_dim)
+        )
+        if self.head_num < 1 or self.head_dim < 1 or self.v_head_dim < 1:
             raise GeometryError(
                 f"MHATokenToKVPool: head_num {head_num}, head_dim {head_dim},"
                 f" v_head_dim {self.v_head_dim}; expected at least 1 each"
             )
         self._k_buffer, self._v_buffer = (
-            [self._zeros((self.rows, head_num, width), self.store_dtype) for _ in range(layer_num)]
+            [
+                self._zeros((self.rows, self.head_num, width), self.store_dtype)
+                for _ in range(self.layer_num)
+            ]
             for width in (self.head_dim, self.v_head_dim)
         )
 
@@ -111,14 +118,15 @@ class MHATokenToKVPool(SlotPool):
             v_scale: the same for values.
 
         Raises:
-            IndexTensorError: not a vector of integers on the pool's device; nothing was written.
+            IndexTensorError: slots that are no vector of integers, or rows that are no tensor, on
+                the pool's device.
+            InvalidSlotError: a slot beyond the pool, on a CPU.
             GeometryError: an unknown layer, or another number of rows or columns.
-            PausedPoolError: the pool is paused.
+            PausedPoolError: the pool is paused. In all cases nothing was written.
         """
         self.require_awake("set_kv_buffer")
         local = self._local_layer(layer)
-        # Index -1 means "no slot"; as a row it would be the last live one.
-        slots = as_index("set_kv_buffer", loc, self._resolved_device).clamp(min=0)
+        slots = self._rows_of("set_kv_buffer", loc)
         heads = (len(slots), self.head_num)
         keys = self._stored("set_kv_buffer: keys", cache_k, (*heads, self.head_dim), k_scale)
         values = self._stored("set_kv_buffer: values", cache_v, (*heads, self.v_head_dim), v_scale)

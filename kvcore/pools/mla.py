@@ -6,9 +6,9 @@ Left out: the index keys of sparse attention (`kvcore.pools.dsa`), and rows spre
 
 import torch
 
-from kvcore.allocator.arguments import as_index
 from kvcore.errors import GeometryError
-from kvcore.pools.base import Layer, SlotPool
+from kvcore.pools.arguments import Layer, as_count
+from kvcore.pools.base import SlotPool
 from kvcore.saver import MemorySaver
 
 
@@ -62,16 +62,19 @@ class MLATokenToKVPool(SlotPool):
             end_layer,
             memory_saver=memory_saver,
         )
+        kind = type(self).__name__
+        kv_lora_rank = as_count(kind, "kv_lora_rank", kv_lora_rank)
+        qk_rope_head_dim = as_count(kind, "qk_rope_head_dim", qk_rope_head_dim)
         if kv_lora_rank < 1 or qk_rope_head_dim < 0:
             raise GeometryError(
-                f"{type(self).__name__}: kv_lora_rank {kv_lora_rank}, qk_rope_head_dim"
+                f"{kind}: kv_lora_rank {kv_lora_rank}, qk_rope_head_dim"
                 f" {qk_rope_head_dim}; expected at least 1 and at least 0"
             )
         self.kv_lora_rank = kv_lora_rank
         self.qk_rope_head_dim = qk_rope_head_dim
         self.kv_cache_dim = self._row_width()
         shape = (self.rows, 1, self.kv_cache_dim)
-        self._kv_buffer = [self._zeros(shape, self.store_dtype) for _ in range(layer_num)]
+        self._kv_buffer = [self._zeros(shape, self.store_dtype) for _ in range(self.layer_num)]
 
     @property
     def kv_buffer(self) -> list[torch.Tensor]:
@@ -121,9 +124,11 @@ class MLATokenToKVPool(SlotPool):
             v_scale: ignored.
 
         Raises:
-            IndexTensorError: not a vector of integers on the pool's device; nothing was written.
+            IndexTensorError: slots that are no vector of integers, or rows that are no tensor, on
+                the pool's device.
+            InvalidSlotError: a slot beyond the pool, on a CPU.
             GeometryError: an unknown layer, or another number of rows or columns.
-            PausedPoolError: the pool is paused.
+            PausedPoolError: the pool is paused. In all cases nothing was written.
         """
         local, slots = self._place_rows("set_kv_buffer", layer, loc)
         shape = (len(slots), 1, self.kv_cache_dim)
@@ -145,13 +150,15 @@ class MLATokenToKVPool(SlotPool):
             cache_k_rope: `[n, 1, qk_rope_head_dim]`, or flat; None if that is 0.
 
         Raises:
-            IndexTensorError: not a vector of integers on the pool's device; nothing was written.
+            IndexTensorError: slots that are no vector of integers, or rows that are no tensor, on
+                the pool's device.
+            InvalidSlotError: a slot beyond the pool, on a CPU.
             GeometryError: an unknown layer, or another number of rows or columns.
-            PausedPoolError: the pool is paused.
+            PausedPoolError: the pool is paused. In all cases nothing was written.
         """
         local, slots = self._place_rows("set_mla_kv_buffer", layer, loc)
         if cache_k_rope is None:
-            cache_k_rope = cache_k_nope.new_empty(len(slots), 0)
+            cache_k_rope = torch.empty(len(slots), 0, device=slots.device)
         self._kv_buffer[local][slots] = self._joined(len(slots), cache_k_nope, cache_k_rope)
 
     def get_mla_kv_buffer(
@@ -161,6 +168,7 @@ class MLATokenToKVPool(SlotPool):
 
         Raises:
             IndexTensorError: not a vector of integers on the pool's device.
+            InvalidSlotError: a slot beyond the pool, on a CPU.
             GeometryError: an unknown layer.
             PausedPoolError: the pool is paused.
         """
@@ -196,6 +204,4 @@ class MLATokenToKVPool(SlotPool):
     ) -> tuple[int, torch.Tensor]:
         """Position of `layer` among the buffers, and the slots `loc` as rows of one."""
         self.require_awake(operation)
-        local = self._local_layer(layer)
-        # Index -1 means "no slot"; as a row it would be the last live one.
-        return local, as_index(operation, loc, self._resolved_device).clamp(min=0)
+        return self._local_layer(layer), self._rows_of(operation, loc)

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import torch
 
 from kvcore.errors import GeometryError
+from kvcore.pools.arguments import layer_ids
 from kvcore.pools.base import SlotPool
 from kvcore.pools.dsa import DSATokenToKVPool
 from kvcore.pools.mha import MHATokenToKVPool
@@ -102,7 +103,7 @@ class KVPoolSpec:
 
     Attributes:
         full_layers: kind and dimensions of the full-attention layers; of all layers, if none slide.
-        full_layer_ids: their numbers in the model, ascending.
+        full_layer_ids: their numbers in the model, ascending, of any integer type; kept as ints.
         swa_layers: kind and dimensions of the sliding-window layers.
         swa_layer_ids: their numbers in the model, ascending.
         size: slots of the full-attention layers that can be lent.
@@ -114,7 +115,7 @@ class KVPoolSpec:
         memory_saver: that saver; `default_saver(device)` for None.
 
     Raises:
-        GeometryError: fields that contradict each other.
+        GeometryError: fields that contradict each other, or layers that are not ascending.
     """
 
     full_layers: Layers
@@ -130,15 +131,20 @@ class KVPoolSpec:
     memory_saver: MemorySaver | None = None
 
     def __post_init__(self) -> None:
-        parts = (self.swa_layers is not None, bool(self.swa_layer_ids), self.size_swa is not None)
+        full_ids = layer_ids("KVPoolSpec", self.full_layer_ids)
+        swa_ids = layer_ids("KVPoolSpec", self.swa_layer_ids)
+        # The dataclass is frozen for its callers.
+        object.__setattr__(self, "full_layer_ids", full_ids)
+        object.__setattr__(self, "swa_layer_ids", swa_ids)
+        parts = (self.swa_layers is not None, bool(swa_ids), self.size_swa is not None)
         if any(parts) and not all(parts):
             raise GeometryError(
                 f"KVPoolSpec: swa_layers {self.swa_layers}, swa_layer_ids"
-                f" {list(self.swa_layer_ids)}, size_swa {self.size_swa}; expected all three or none"
+                f" {list(swa_ids)}, size_swa {self.size_swa}; expected all three or none"
             )
-        if not self.full_layer_ids and not self.swa_layer_ids:
+        if not full_ids and not swa_ids:
             raise GeometryError("KVPoolSpec: no layer; expected full_layer_ids or swa_layer_ids")
-        numbers = [*self.full_layer_ids, *self.swa_layer_ids]
+        numbers = [*full_ids, *swa_ids]
         if len(set(numbers)) < len(numbers) or min(numbers) < 0:
             raise GeometryError(
                 f"KVPoolSpec: layers {sorted(numbers)}; expected each once, from 0 on"
@@ -148,6 +154,11 @@ class KVPoolSpec:
             raise GeometryError(
                 f"KVPoolSpec: layers {numbers} of one kind; expected consecutive numbers"
             )
+        for ids in (full_ids, swa_ids):
+            if list(ids) != sorted(ids):
+                raise GeometryError(
+                    f"KVPoolSpec: layers {list(ids)} of one side; expected ascending numbers"
+                )
 
 
 def build_kv_pool(spec: KVPoolSpec) -> SlotPool | SWAKVPool:

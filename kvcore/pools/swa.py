@@ -5,27 +5,22 @@ mapping, which the allocator owns and hands over by `register_mapping`.
 Left out: building one from a description of the layers (`kvcore.pools.spec`).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from kvcore.allocator.arguments import as_index, as_locations, require_equal_lengths
 from kvcore.errors import GeometryError, IndexTensorError, MappingError
-from kvcore.pools.base import (
-    BufferInfos,
-    HostRows,
-    Layer,
-    SlotPool,
-    layer_number,
-)
+from kvcore.pools.arguments import Layer, layer_number, require_within
+from kvcore.pools.base import BufferInfos, HostRows, SlotPool
 from kvcore.pools.dsa import DSATokenToKVPool
 from kvcore.pools.mha import MHATokenToKVPool
 from kvcore.pools.mla import MLATokenToKVPool
+from kvcore.pools.sub_pools import PoolClass, layer_table, require_heads, require_unchanged
 from kvcore.saver import MemorySaver
 
-PoolClass: TypeAlias = Callable[..., SlotPool]
 PoolT = TypeVar("PoolT", bound=SlotPool)
 
 
@@ -118,7 +113,7 @@ class SWAKVPool:
         self.device = device
         self.start_layer = 0
         self.layer_num = len(full_attention_layer_ids) + len(swa_attention_layer_ids)
-        self.layers_mapping = _layer_table(full_attention_layer_ids, swa_attention_layer_ids)
+        self.layers_mapping = layer_table(full_attention_layer_ids, swa_attention_layer_ids)
         """Model layer to (position in its sub-pool, whether it slides)."""
 
         explicit = [own for own in (full_kv_pool_kwargs, swa_kv_pool_kwargs) if own is not None]
@@ -169,12 +164,11 @@ class SWAKVPool:
         Raises:
             IndexTensorError: not a one-dimensional int64 tensor on the pool's device.
         """
-        if full_to_swa_index_mapping.dtype != torch.int64:
-            raise IndexTensorError(
-                f"register_mapping: dtype {full_to_swa_index_mapping.dtype}; expected int64"
-            )
-        as_index("register_mapping", full_to_swa_index_mapping, self._resolved_device)
-        self.full_to_swa_index_mapping = full_to_swa_index_mapping
+        mapping = full_to_swa_index_mapping
+        as_index("register_mapping", mapping, self._resolved_device)
+        if mapping.dtype != torch.int64:
+            raise IndexTensorError(f"register_mapping: dtype {mapping.dtype}; expected int64")
+        self.full_to_swa_index_mapping = mapping
 
     def translate_loc_from_full_to_swa(self, kv_indices: torch.Tensor) -> torch.Tensor:
         """The peers of full slots, int64 of the same shape: 0 where there is none, -1 for -1.
@@ -182,6 +176,7 @@ class SWAKVPool:
         Raises:
             MappingError: no mapping was registered yet.
             IndexTensorError: not integers on the pool's device.
+            InvalidSlotError: a slot beyond the mapping, on a CPU.
         """
         if self.full_to_swa_index_mapping is None:
             raise MappingError(
@@ -189,10 +184,10 @@ class SWAKVPool:
                 " pool, or call register_mapping"
             )
         operation = "translate_loc_from_full_to_swa"
+        slots = as_locations(operation, kv_indices, self._resolved_device)
+        require_within(operation, slots, len(self.full_to_swa_index_mapping))
         # -1 reads the last entry, the sentinel, which is -1 too.
-        return self.full_to_swa_index_mapping[
-            as_locations(operation, kv_indices, self._resolved_device)
-        ]
+        return self.full_to_swa_index_mapping[slots]
 
     def get_key_buffer(self, layer: Layer) -> torch.Tensor:
         """The keys of `layer`, rows of its own sub-pool: full slots or SWA slots."""
@@ -241,6 +236,18 @@ class SWAKVPool:
         rows = self._rows_to_write("set_mla_kv_buffer", loc, slides)
         pool.set_mla_kv_buffer(local, rows, cache_k_nope, cache_k_rope)
 
+    def get_mla_kv_buffer(
+        self, layer: Layer, loc: torch.Tensor, dst_dtype: torch.dtype | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The two parts of the rows of the **full** slots `loc` of an MLA layer, copied.
+
+        A slot without a peer reads the padding row of a layer that slides. Arguments and errors as
+        in `MLATokenToKVPool.get_mla_kv_buffer`; a layer of another kind is a GeometryError.
+        """
+        pool, local, slides = self._place_of("get_mla_kv_buffer", layer, MLATokenToKVPool)
+        rows = self._rows_to_write("get_mla_kv_buffer", loc, slides)
+        return pool.get_mla_kv_buffer(local, rows, dst_dtype)
+
     def set_index_k_scale_buffer(
         self,
         layer: Layer,
@@ -266,6 +273,23 @@ class SWAKVPool:
         pool, local, _ = self._place_of(operation, layer, DSATokenToKVPool)
         return pool.get_index_k_with_scale_buffer(local)
 
+    def get_index_k_continuous(
+        self, layer: Layer, seq_len: int, page_indices: torch.Tensor
+    ) -> torch.Tensor:
+        """Index keys of the first tokens of pages of the layer's own sub-pool.
+
+        Arguments and errors as in the DSA pool; a layer of another kind is a GeometryError.
+        """
+        pool, local, _ = self._place_of("get_index_k_continuous", layer, DSATokenToKVPool)
+        return pool.get_index_k_continuous(local, seq_len, page_indices)
+
+    def get_index_k_scale_continuous(
+        self, layer: Layer, seq_len: int, page_indices: torch.Tensor
+    ) -> torch.Tensor:
+        """The scales of the same tokens, as bytes; arguments and errors as for the keys."""
+        pool, local, _ = self._place_of("get_index_k_scale_continuous", layer, DSATokenToKVPool)
+        return pool.get_index_k_scale_continuous(local, seq_len, page_indices)
+
     def get_index_k_scale_buffer(
         self,
         layer: Layer,
@@ -289,6 +313,7 @@ class SWAKVPool:
 
         Raises:
             IndexTensorError: not a vector of integers on the pool's device.
+            InvalidSlotError: a slot beyond the pool, on a CPU; nothing was moved.
             GeometryError: the lengths differ.
             PausedPoolError: the pool is paused.
         """
@@ -301,14 +326,18 @@ class SWAKVPool:
         # The padding row moved onto itself stands for "nothing to move": selecting the others
         # would cost a synchronisation.
         moves = (swa_targets > 0) & (swa_sources > 0)
+        swa_targets, swa_sources = swa_targets * moves, swa_sources * moves
+        for peers in (swa_targets, swa_sources):
+            require_within("move_kv_cache", peers, self.swa_kv_pool.rows)
         self.full_kv_pool.move_kv_cache(targets, sources)
-        self.swa_kv_pool.move_kv_cache(swa_targets * moves, swa_sources * moves)
+        self.swa_kv_pool.move_kv_cache(swa_targets, swa_sources)
 
     def get_cpu_copy(self, indices: torch.Tensor) -> HybridRows:
         """Copy full rows of every slot, and SWA rows of those with a peer; waits for the device.
 
         Raises:
             IndexTensorError: not a vector of integers on the pool's device.
+            InvalidSlotError: a slot beyond the pool, on a CPU.
             MappingError: no mapping was registered yet.
             PausedPoolError: the pool is paused.
         """
@@ -329,7 +358,8 @@ class SWAKVPool:
         skipped, and no row is written for another token.
 
         Raises:
-            IndexTensorError, GeometryError: see `SlotPool.check_host_copy`; nothing was written.
+            IndexTensorError, InvalidSlotError, GeometryError: see `SlotPool.check_host_copy`;
+                nothing was written.
             MappingError: no mapping was registered yet.
             PausedPoolError: the pool is paused.
         """
@@ -338,11 +368,13 @@ class SWAKVPool:
             raise GeometryError(
                 f"load_cpu_copy: a {type(copy).__name__}; SWAKVPool restores HybridRows"
             )
-        slots = self.full_kv_pool.check_host_copy(copy.full, indices)
+        self.full_kv_pool.check_host_copy(copy.full, indices)
+        slots = as_index("load_cpu_copy", indices, self._resolved_device)
         self.swa_kv_pool.check_copy_fits(copy.swa)
         peers = self.translate_loc_from_full_to_swa(slots).cpu()
         kept_rows, tokens = self._rows_to_restore(copy.had_peer, peers > 0)
         swa_rows, swa_slots = copy.swa.select(kept_rows), peers[tokens].to(slots.device)
+        self.swa_kv_pool.check_host_copy(swa_rows, swa_slots)
         self.full_kv_pool.load_cpu_copy(copy.full, slots)
         self.swa_kv_pool.load_cpu_copy(swa_rows, swa_slots)
 
@@ -397,9 +429,9 @@ class SWAKVPool:
         }
         saver = self._saver_arguments(explicit)
         if explicit is not None:
-            _require_unchanged(explicit, {**shared, "memory_saver": self.memory_saver})
+            require_unchanged(explicit, {**shared, "memory_saver": self.memory_saver})
             return pool_class(**{**explicit, **shared, **saver})
-        _require_heads(pool_class)
+        require_heads(pool_class)
         return pool_class(**{**heads, **shared, **saver})
 
     def _saver_arguments(self, explicit: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -437,38 +469,3 @@ class SWAKVPool:
         """
         both = had_peer & has_peer
         return both[had_peer], both
-
-
-def _require_heads(pool_class: PoolClass) -> None:
-    """Raise GeometryError if a pool of this class cannot be described by heads."""
-    if isinstance(pool_class, type) and issubclass(pool_class, MLATokenToKVPool):
-        raise GeometryError(
-            f"SWAKVPool: a {pool_class.__name__} has no heads; expected its arguments in"
-            " full_kv_pool_kwargs or swa_kv_pool_kwargs"
-        )
-
-
-def _require_unchanged(explicit: Mapping[str, Any], shared: Mapping[str, Any]) -> None:
-    """Raise GeometryError if a sub-pool's own arguments name what is shared, and change it."""
-    for name in explicit.keys() & shared.keys():
-        own, common = explicit[name], shared[name]
-        if name == "device":
-            own, common = torch.device(own), torch.device(common)
-        if own != common:
-            raise GeometryError(
-                f"SWAKVPool: a sub-pool's own arguments say {name} {own}; expected {common}, which"
-                " is the hybrid pool's"
-            )
-
-
-def _layer_table(
-    full_attention_layer_ids: Sequence[int], swa_attention_layer_ids: Sequence[int]
-) -> dict[int, tuple[int, bool]]:
-    """Model layer to (position in its sub-pool, whether it slides)."""
-    numbers = [*full_attention_layer_ids, *swa_attention_layer_ids]
-    twice = sorted({number for number in numbers if numbers.count(number) > 1})
-    if twice:
-        raise GeometryError(f"SWAKVPool: layers {twice} named twice; each layer has one sub-pool")
-    table = {number: (local, False) for local, number in enumerate(full_attention_layer_ids)}
-    table |= {number: (local, True) for local, number in enumerate(swa_attention_layer_ids)}
-    return table

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from importlib import import_module
+from threading import Lock
 from typing import Protocol
 from weakref import ref
 
@@ -50,48 +51,55 @@ class CudaMemorySaver:
         self._library = _installed_library() if library is None else library
         self._tags = Tags()
         self._tensors: dict[str, list[ref[torch.Tensor]]] = {}
+        self._lock = Lock()
 
     @contextmanager
     def region(self, tag: str) -> Iterator["CudaRegion"]:
         """Allocate under `tag`, see `MemorySaver.region`."""
-        self._tags.open(tag)
-        self._tensors.setdefault(tag, [])
+        with self._lock:
+            self._tags.open(tag)
+            self._tensors.setdefault(tag, [])
         yield CudaRegion(self, tag)
 
     def zeros(
         self, tag: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         """A tensor of zeros whose memory belongs to `tag`; callers go through `region`."""
-        if self.is_paused(tag):
-            raise PausedPoolError(f"zeros: tag {tag!r} was paused inside its region")
-        # The package's region is entered for each tensor, so that none can be allocated after it.
-        with self._on(device), self._library.region(tag=tag):
-            tensor = torch.zeros(tuple(shape), dtype=dtype, device=device)
-        self._tensors[tag].append(ref(tensor))
-        return tensor
+        with self._lock:
+            if self.is_paused(tag):
+                raise PausedPoolError(f"zeros: tag {tag!r} was paused inside its region")
+            # The package's region is entered for each tensor, so that none can be allocated after
+            # it.
+            with self._on(device), self._library.region(tag=tag):
+                tensor = torch.zeros(tuple(shape), dtype=dtype, device=device)
+            self._tensors[tag].append(ref(tensor))
+            return tensor
 
     def pause(self, tag: str) -> None:
         """Give back the memory of `tag` once the work that uses it is done."""
-        if self._tags.is_paused("pause", tag):
-            return
-        self._wait()
-        self._library.pause(tag=tag)
-        self._tags.mark_paused(tag)
+        with self._lock:
+            if self._tags.is_paused("pause", tag):
+                return
+            self._wait()
+            self._library.pause(tag=tag)
+            self._tags.mark_paused(tag)
 
     def resume(self, tag: str) -> None:
         """Take the memory of `tag` again, see `MemorySaver.resume`."""
-        if not self._tags.is_paused("resume", tag):
-            return
-        self._library.resume(tag=tag)
-        for tensor in self._live(tag):
-            tensor.zero_()
-        self._tags.mark_resumed(tag)
+        with self._lock:
+            if not self._tags.is_paused("resume", tag):
+                return
+            self._library.resume(tag=tag)
+            for tensor in self._live(tag):
+                tensor.zero_()
+            self._tags.mark_resumed(tag)
 
     def resident_bytes(self, tag: str) -> int:
         """Bytes of the live tensors of `tag`, 0 while it is paused: counted, not measured."""
-        if self._tags.is_paused("resident_bytes", tag):
-            return 0
-        return sum(tensor.nbytes for tensor in self._live(tag))
+        with self._lock:
+            if self._tags.is_paused("resident_bytes", tag):
+                return 0
+            return sum(tensor.nbytes for tensor in self._live(tag))
 
     def is_paused(self, tag: str) -> bool:
         """Whether `tag` is paused."""

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
+from threading import Lock
 from weakref import WeakSet
 
 import numpy as np
@@ -119,6 +120,9 @@ class HostMemorySaver:
     also while its tag is paused, and is never handed out again. `resident_bytes` counts whole pages
     in the kernel's page tables. In a forked child, `pause` empties the child's copy alone.
 
+    Threads may share a saver: allocating, pausing and resuming wait for each other. That the memory
+    is not in use while it is paused remains the caller's business.
+
     Raises:
         SaverUnavailableError: not on Linux.
     """
@@ -131,59 +135,81 @@ class HostMemorySaver:
             )
         self._tags = Tags()
         self._segments: dict[str, WeakSet[Segment]] = {}
+        self._lock = Lock()
 
     @contextmanager
     def region(self, tag: str) -> Iterator["HostRegion"]:
         """Allocate under `tag`, see `MemorySaver.region`."""
-        self._tags.open(tag)
-        self._segments.setdefault(tag, WeakSet())
+        with self._lock:
+            self._tags.open(tag)
+            self._segments.setdefault(tag, WeakSet())
         yield HostRegion(self, tag)
 
     def zeros(self, tag: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A tensor of zeros whose memory belongs to `tag`; callers go through `region`."""
-        if self.is_paused(tag):
-            raise PausedPoolError(f"zeros: tag {tag!r} was paused inside its region")
-        count = prod(shape)
-        if count == 0:
-            return torch.zeros(tuple(shape), dtype=dtype)
-        segment = self._segment(tag, count * dtype.itemsize)
+        with self._lock:
+            if self.is_paused(tag):
+                raise PausedPoolError(f"zeros: tag {tag!r} was paused inside its region")
+            count = prod(shape)
+            if count == 0:
+                return torch.zeros(tuple(shape), dtype=dtype)
+            segment = self._segment(tag, count * dtype.itemsize)
         return segment.tensor(dtype, count).view(tuple(shape))
 
     def pause(self, tag: str) -> None:
-        """Give back the memory of `tag`, see `MemorySaver.pause`."""
-        if self._tags.is_paused("pause", tag):
-            return
-        # Marked first: if the system refuses halfway (locked memory), part of the contents is lost,
-        # and nobody may read it as if it were there.
-        self._tags.mark_paused(tag)
-        for segment in self._segments[tag]:
-            try:
-                segment.drop()
-            except OSError as error:
-                raise SaverMemoryError(f"pause: tag {tag!r}: {error}") from error
+        """Give back the memory of `tag`, see `MemorySaver.pause`.
+
+        Where the system refuses some of it (locked memory), all the rest is given back; a later
+        call tries again.
+        """
+        with self._lock:
+            self._tags.require("pause", tag)
+            # Marked first: if the system refuses, part of the contents is lost all the same, and
+            # nobody may read it as if it were there.
+            self._tags.mark_paused(tag)
+            segments = list(self._segments[tag])
+            refusals = self._drop(segments)
+            if refusals:
+                raise SaverMemoryError(
+                    f"pause: tag {tag!r}: {len(refusals)} of {len(segments)} tensors keep their "
+                    f"memory: {refusals[0]}; expected memory that is not locked, then pause again"
+                ) from refusals[0]
 
     def resume(self, tag: str) -> None:
         """Take the memory of `tag` again, see `MemorySaver.resume`."""
-        if not self._tags.is_paused("resume", tag):
-            return
-        segments = list(self._segments[tag])
-        try:
-            for segment in segments:
-                # A raw view may have been written meanwhile; what comes back is zeros all the same.
+        with self._lock:
+            if not self._tags.is_paused("resume", tag):
+                return
+            segments = list(self._segments[tag])
+            try:
+                for segment in segments:
+                    # A raw view may have been written meanwhile; what comes back is zeros all the
+                    # same.
+                    segment.drop()
+                    self._populate(segment)
+            except OSError as error:
+                self._drop(segments)
+                raise SaverMemoryError(
+                    f"resume: tag {tag!r}: no memory for {self._usable(tag)} bytes, or locked "
+                    f"memory that cannot be emptied: {error}; the tag stays paused"
+                ) from error
+            self._tags.mark_resumed(tag)
+
+    def _drop(self, segments: Sequence[Segment]) -> list[OSError]:
+        """Give the memory of all these back; what the system answered where it refused."""
+        refusals: list[OSError] = []
+        for segment in segments:
+            try:
                 segment.drop()
-                self._populate(segment)
-        except OSError as error:
-            for segment in segments:
-                segment.drop()
-            raise SaverMemoryError(
-                f"resume: tag {tag!r}: no memory for {self._usable(tag)} bytes: {error}"
-            ) from error
-        self._tags.mark_resumed(tag)
+            except OSError as error:
+                refusals.append(error)
+        return refusals
 
     def resident_bytes(self, tag: str) -> int:
         """Bytes of `tag` in memory, in whole pages, as the kernel's page tables have it."""
-        self._tags.require("resident_bytes", tag)
-        return sum(segment.resident_bytes() for segment in self._segments[tag])
+        with self._lock:
+            self._tags.require("resident_bytes", tag)
+            return sum(segment.resident_bytes() for segment in list(self._segments[tag]))
 
     def is_paused(self, tag: str) -> bool:
         """Whether `tag` is paused."""

@@ -37,7 +37,9 @@ class MemorySaver(Protocol):
     """Gives the memory of a tag back to the system, and takes it again.
 
     A tag exists from its first `region` on, for as long as the saver. Pausing what is paused and
-    resuming what is not paused do nothing. What a paused tensor held is lost.
+    resuming what is not paused do nothing; only where a pause was refused in part does pausing
+    again try the rest. What a paused tensor held is lost. Calls of several threads wait for each
+    other.
     """
 
     def region(self, tag: str) -> AbstractContextManager[Region]:
@@ -53,7 +55,8 @@ class MemorySaver(Protocol):
 
         Raises:
             UnknownTagError: there never was a region of that tag.
-            SaverMemoryError: the operating system refuses; the tag counts as paused.
+            SaverMemoryError: the operating system refuses some of it; all the rest was given back,
+                the tag counts as paused, and the call may be repeated.
         """
 
     def resume(self, tag: str) -> None:
@@ -61,7 +64,8 @@ class MemorySaver(Protocol):
 
         Raises:
             UnknownTagError: there never was a region of that tag.
-            SaverMemoryError: there is not enough; the tag stays paused and holds nothing.
+            SaverMemoryError: there is not enough; the tag stays paused and holds nothing (but what
+                the system did not take back).
         """
 
     def resident_bytes(self, tag: str) -> int:

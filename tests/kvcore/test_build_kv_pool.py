@@ -5,6 +5,7 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -141,6 +142,25 @@ def test_layers_of_one_kind_are_numbered_without_a_gap(
 ) -> None:
     with pytest.raises(GeometryError, match=named):
         replace(PLAIN, full_layer_ids=numbers)
+
+
+def test_layer_numbers_of_any_integer_type_are_kept_as_ints() -> None:
+    numbers: Any = np.array([2, 3])
+    spec = replace(PLAIN, full_layer_ids=numbers)
+    assert spec.full_layer_ids == (2, 3)
+    assert all(type(number) is int for number in spec.full_layer_ids)
+    assert not build_kv_pool(spec).get_key_buffer(3).any()
+    floats: Any = (0.0, 1.0)
+    with pytest.raises(GeometryError, match=r"layer number 0\.0"):
+        replace(PLAIN, full_layer_ids=floats)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"full_layer_ids": (3, 0)}, {"swa_layer_ids": (5, 4)}], ids=["full", "sliding"]
+)
+def test_layers_of_a_side_are_named_in_ascending_order(changes: dict[str, Any]) -> None:
+    with pytest.raises(GeometryError, match="ascending"):
+        replace(HYBRID, **changes)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 """The memory savers: what `pause` gives back and `resume` brings, and what they refuse.
 
 Resident memory is read here from /proc/self/smaps, mapping by mapping, not from the savers. Pools
-built with a saver are in `test_saved_pools.py`.
+built with a saver are in `test_saved_pools.py`, locked memory and threads in
+`test_memory_saver_refusals.py`.
 """
 
 import mmap

@@ -10,6 +10,7 @@ import torch
 
 from kvcore import (
     BaseTokenToKVPoolAllocator,
+    GeometryError,
     MHATokenToKVPool,
     PagedTokenToKVPoolAllocator,
     PausedPoolError,
@@ -414,6 +415,16 @@ def free_pages(world: World) -> list[list[int]]:
         sides = [allocator.full_attn_allocator, allocator.swa_attn_allocator]
         return [sorted(world.laws.free_ids(side)) for side in sides]
     return [sorted(world.laws.free_ids(allocator))]
+
+
+@pytest.mark.parametrize("field", ["kv_len", "swa_evicted_seqlen"])
+def test_lengths_that_are_not_whole_leave_the_request_running(world: World, field: str) -> None:
+    request = world.start(tokens(world, 2))
+    setattr(request, field, float(getattr(request, field)))
+    before = world.state()
+    with pytest.raises(GeometryError, match=field):
+        world.retraction.retract(request)
+    assert world.state() == before
 
 
 def fails_and_can_be_repeated(

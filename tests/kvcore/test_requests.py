@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -132,6 +133,32 @@ def test_a_freed_request_holds_no_row() -> None:
 
 BAD_ROWS: dict[str, tuple[type[KVCacheError], Callable[[ReqToTokenPool, int, int], object]]] = {
     "negative number": (GeometryError, lambda pool, held, free: pool.alloc(-1)),
+    "a float number": (GeometryError, lambda pool, held, free: pool.alloc(2.0)),  # type: ignore[arg-type]
+    "a tensor of numbers": (
+        GeometryError,
+        lambda pool, held, free: pool.alloc(ints(1, 1)),
+    ),
+    "a float number of rows": (
+        GeometryError,
+        lambda pool, held, free: pool.alloc_rows(1.0),  # type: ignore[arg-type]
+    ),
+    "a row claimed twice": (
+        InvalidSlotError,
+        lambda pool, held, free: pool.alloc([Holder(held), Holder(held), Holder()]),
+    ),
+    "free a float": (
+        InvalidSlotError,
+        lambda pool, held, free: pool.free_rows([held + 0.5]),  # type: ignore[list-item]
+    ),
+    "free a name": (
+        InvalidSlotError,
+        lambda pool, held, free: pool.free_rows(str(held)),  # type: ignore[arg-type]
+    ),
+    "free a huge row": (InvalidSlotError, lambda pool, held, free: pool.free_rows([2**70])),
+    "read a float": (
+        GeometryError,
+        lambda pool, held, free: pool.row(held, 1.0),  # type: ignore[arg-type]
+    ),
     "negative rows": (GeometryError, lambda pool, held, free: pool.alloc_rows(-1)),
     "claimed row": (
         InvalidSlotError,
@@ -163,6 +190,36 @@ def test_a_rejected_call_about_rows_changes_nothing(case: str) -> None:
         call(pool, rows[0], pool.free_slots[0])
     assert caught.type is error
     assert state(pool) == before
+
+
+@pytest.mark.parametrize(
+    ("operation", "call"),
+    [
+        ("alloc", lambda pool: pool.alloc(-1)),
+        ("alloc_rows", lambda pool: pool.alloc_rows(-1)),
+        ("free", lambda pool: pool.free(Holder(1))),
+        ("free_rows", lambda pool: pool.free_rows([1])),
+        ("row", lambda pool: pool.row(1, 1)),
+    ],
+)
+def test_a_rejected_call_names_its_own_operation(
+    operation: str, call: Callable[[ReqToTokenPool], object]
+) -> None:
+    with pytest.raises(KVCacheError, match=f"^{operation}: "):
+        call(make_pool())
+
+
+def test_numbers_may_be_of_any_integer_type() -> None:
+    pool = ReqToTokenPool(np.int64(SIZE), np.int32(CONTEXT), "cpu", False)  # type: ignore[arg-type]
+    rows = pool.alloc(np.int64(2))
+    assert rows is not None
+    assert all(type(row) is int for row in rows)
+    row = np.int64(rows[0])
+    pool.write((row, slice(np.int64(0), np.int64(2))), ints(5, 6))  # type: ignore[arg-type]
+    assert pool.row(row, np.int64(2)).tolist() == [5, 6]
+    pool.free_rows(np.array(rows))
+    assert sorted(pool.free_slots) == list(range(1, SIZE + 1))
+    assert all(type(row) is int for row in pool.free_slots)
 
 
 def test_a_row_that_was_returned_is_neither_returned_again_nor_read() -> None:
@@ -243,6 +300,23 @@ BAD_WRITES: dict[str, Write] = {
     "free row": (InvalidSlotError, lambda held, free: (free, slice(0, 2)), ints(1, 2)),
     "padding row": (InvalidSlotError, lambda held, free: (0, slice(0, 2)), ints(1, 2)),
     "negative row": (InvalidSlotError, lambda held, free: (-1, slice(0, 2)), ints(1, 2)),
+    "slots beyond int32": (
+        InvalidSlotError,
+        lambda held, free: (held, slice(0, 2)),
+        ints(1, 2**31),
+    ),
+    "points beyond int32": (
+        InvalidSlotError,
+        lambda held, free: (ints(held, held), ints(0, 1)),
+        ints(1, -(2**31) - 1),
+    ),
+    "a float row": (InvalidSlotError, lambda held, free: (held + 0.5, slice(0, 1)), ints(1)),
+    "a float piece": (GeometryError, lambda held, free: (held, slice(0, 1.0)), ints(1)),
+    "a row in a tensor": (
+        IndexTensorError,
+        lambda held, free: (torch.tensor(held), slice(0, 1)),
+        ints(1),
+    ),
     "beyond the row": (
         GeometryError,
         lambda held, free: (held, slice(CONTEXT - 1, CONTEXT + 1)),
