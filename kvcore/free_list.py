@@ -15,9 +15,19 @@ counted when a capacity is next asked for, so that the free itself waits for no 
 Left out: who owns a page that is not free, and free groups (`kvcore.allocator`).
 """
 
+from typing import NamedTuple
+
 import torch
 
 from kvcore.errors import DoubleFreeError, GeometryError
+
+
+class Position(NamedTuple):
+    """Where a free list stood."""
+
+    head: int
+    num_queued: int
+    num_released: int
 
 
 class FreeList:
@@ -44,6 +54,9 @@ class FreeList:
         self._num_queued = num_pages
         self._num_released = 0
         self._with_gaps: list[torch.Tensor] = []
+        # The last position asked for, and what was queued there if a merge has overwritten it.
+        self._position = Position(self._head, self._num_queued, self._num_released)
+        self._before_merge: torch.Tensor | None = None
 
     @property
     def num_pages(self) -> int:
@@ -89,6 +102,24 @@ class FreeList:
         self._drop_front(num_pages)
         return pages
 
+    def position(self) -> Position:
+        """Where `rewind` returns to; the last one asked for counts."""
+        self.close_gaps()
+        self._before_merge = None
+        self._position = Position(self._head, self._num_queued, self._num_released)
+        return self._position
+
+    def rewind(self, position: Position) -> None:
+        """Undo every `take` since `position`, in the order of pages too; nothing was given since.
+
+        A take writes into no buffer but where it merges, which happens once at most; otherwise only
+        the counters go back.
+        """
+        self._head, self._num_queued, self._num_released = position
+        if self._before_merge is not None:
+            self._write(self._head, self._before_merge)
+            self._before_merge = None
+
     def give(self, pages: torch.Tensor) -> None:
         """Put pages back; `pages` is int64 `[n]`, copied, each page once.
 
@@ -122,8 +153,12 @@ class FreeList:
         # Page 0 must never enter (sglang#38519). How many are left only the device knows.
         pages = pages[pages > 0]
         self.require_place_for(pages.numel())
-        self._with_gaps = []
-        self.give(pages)
+        waiting, self._with_gaps = self._with_gaps, []
+        try:
+            self.give(pages)
+        except BaseException:
+            self._with_gaps = waiting
+            raise
 
     def merge_and_sort(self) -> None:
         """Merge the waiting pages into the queue, which is then ascending; no-op if none wait."""
@@ -132,6 +167,8 @@ class FreeList:
             return
         waiting = self._released[: self._num_released]
         merged, _ = torch.sort(torch.cat((self._read_front(self._num_queued), waiting)))
+        head, num_queued, _ = self._position
+        self._before_merge = self._read(head, num_queued).clone()
         self._ring[: merged.numel()] = merged
         self._head = 0
         self._num_queued = merged.numel()
@@ -157,10 +194,14 @@ class FreeList:
 
     def _read_front(self, count: int) -> torch.Tensor:
         """The first `count` queued pages; may be a view of the ring."""
-        to_end = self._capacity - self._head
+        return self._read(self._head, count)
+
+    def _read(self, start: int, count: int) -> torch.Tensor:
+        """`count` pages of the ring from `start` on; may be a view of it."""
+        to_end = self._capacity - start
         if count <= to_end:
-            return self._ring[self._head : self._head + count]
-        return torch.cat((self._ring[self._head :], self._ring[: count - to_end]))
+            return self._ring[start : start + count]
+        return torch.cat((self._ring[start:], self._ring[: count - to_end]))
 
     def _drop_front(self, count: int) -> None:
         self._head = (self._head + count) % self._capacity
@@ -171,8 +212,9 @@ class FreeList:
         self._num_queued += pages.numel()
 
     def _push_front(self, pages: torch.Tensor) -> None:
-        self._head = (self._head - pages.numel()) % self._capacity
-        self._write(self._head, pages)
+        head = (self._head - pages.numel()) % self._capacity
+        self._write(head, pages)
+        self._head = head
         self._num_queued += pages.numel()
 
     def _append_released(self, pages: torch.Tensor) -> None:

@@ -122,7 +122,7 @@ class CompressedDialect(
         whole, inner = self.allocator, self.allocator.logical_attn_allocator
         device = whole.hisparse_attn_allocator.available_size()
         full, swa = inner.full_available_size(), inner.swa_available_size()
-        pages = (full // inner.page_size, swa // inner.page_size)
+        pages = (whole.full_available_size() // inner.page_size, swa // inner.page_size)
         return Answers(
             available=whole.available_size(),
             full_available=full,

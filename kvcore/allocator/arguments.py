@@ -6,6 +6,7 @@ Left out: the values of device tensors (`kvcore.allocator.ownership`).
 
 from collections.abc import Iterable
 
+import numpy as np
 import torch
 
 from kvcore.errors import DoubleFreeError, GeometryError, IndexTensorError
@@ -64,12 +65,26 @@ def require_equal_lengths(operation: str, **vectors: torch.Tensor) -> None:
         raise GeometryError(f"{operation}: expected equal lengths, got {seen}")
 
 
+def as_number(operation: str, name: str, number: object) -> int:
+    """`number`, called `name` in the message, as an int of Python's.
+
+    Raises:
+        GeometryError: not an integer: a bool, a float and a tensor are none either.
+    """
+    if type(number) is int:
+        return number
+    if isinstance(number, np.integer):
+        return int(number)
+    raise GeometryError(f"{operation}: expected an integer {name}, got {type(number).__name__}")
+
+
 def whole_pages(operation: str, need_size: int, page_size: int) -> int:
     """Pages in `need_size` tokens.
 
     Raises:
-        GeometryError: negative, or not a multiple of the page size.
+        GeometryError: not an integer, negative, or not a multiple of the page size.
     """
+    need_size = as_number(operation, "need_size", need_size)
     if need_size < 0 or need_size % page_size != 0:
         raise GeometryError(
             f"{operation}: expected a non-negative multiple of page_size {page_size}, "
@@ -82,8 +97,11 @@ def pool_pages(operation: str, size: int, page_size: int) -> int:
     """Pages in a pool of `size` tokens; a remainder that fills no page is left unused.
 
     Raises:
-        GeometryError: page_size below 1, or a pool without a single page.
+        GeometryError: numbers that are no integers, page_size below 1, or a pool without a single
+            page.
     """
+    size = as_number(operation, "size", size)
+    page_size = as_number(operation, "page_size", page_size)
     if page_size < 1:
         raise GeometryError(f"{operation}: expected page_size >= 1, got {page_size}")
     if size < page_size:
@@ -100,13 +118,20 @@ def as_segments(
 
     Raises:
         IndexTensorError: see `as_index`.
-        GeometryError: a start that is negative or not page aligned, or segments out of order.
+        GeometryError: not pairs, a start that is no integer, negative or not page aligned, or
+            segments out of order.
         DoubleFreeError: a segment that starts on the last page of the one before it.
     """
     checked: list[torch.Tensor] = []
     previous_start = previous_end = 0
-    for free_index, start_pos in segments:
-        index = as_index(operation, free_index, device)
+    for segment in segments:
+        if not isinstance(segment, (tuple, list)) or len(segment) != 2:
+            raise GeometryError(
+                f"{operation}: expected segments (free_index, start_pos), got "
+                f"{type(segment).__name__}"
+            )
+        index = as_index(operation, segment[0], device)
+        start_pos = as_number(operation, "start_pos", segment[1])
         if start_pos < 0 or start_pos % page_size != 0:
             raise GeometryError(
                 f"{operation}: expected segment starts that are non-negative multiples of "

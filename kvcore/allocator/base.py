@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from kvcore.allocator.arguments import Segment
+from kvcore.allocator.arguments import Segment, as_number
 from kvcore.allocator.ownership import validate_by_default
 from kvcore.errors import FreeGroupError
 from kvcore.kernels import kernels_for
@@ -26,7 +26,10 @@ class BaseTokenToKVPoolAllocator(ABC):
     Every call raises IndexTensorError for an index tensor of the wrong rank, dtype or device. With
     `validate=True`, calls also read the values: InvalidSlotError for slots that are never lent,
     DoubleFreeError for slots that are not lent now, PendingFreeError for slots already freed in the
-    open group. Without it such calls are undefined, but write nothing outside the buffers.
+    open group. Without it such calls are undefined, but write nothing outside the buffers. A free
+    that waits for no device value cannot count what it returns; so pages that an illegal free
+    returned too often may show later, as the DoubleFreeError of a capacity query or of an
+    allocation, which count first. `clear` and `resize` mend that.
 
     Args:
         page_size: slots a page.
@@ -50,7 +53,7 @@ class BaseTokenToKVPoolAllocator(ABC):
         need_sort: bool,
         validate: bool | None,
     ) -> None:
-        self.page_size = page_size
+        self.page_size = as_number("constructor", "page_size", page_size)
         self.dtype = dtype
         self.device = device
         self.need_sort = need_sort
@@ -78,14 +81,19 @@ class BaseTokenToKVPoolAllocator(ABC):
 
     @abstractmethod
     def available_size(self) -> int:
-        """Tokens that one `alloc` could get now."""
+        """Tokens that one `alloc` could get now.
+
+        Raises:
+            DoubleFreeError: without `validate`, an earlier free returned pages that were not lent.
+        """
 
     @abstractmethod
     def alloc(self, need_size: int) -> torch.Tensor | None:
         """Lend whole pages: int64 `[need_size]`, page by page.
 
         Raises:
-            GeometryError: `need_size` is negative or not a multiple of the page size.
+            GeometryError: `need_size` is no integer, negative or not a multiple of the page size.
+            DoubleFreeError: without `validate`, an earlier free returned pages that were not lent.
         """
 
     @abstractmethod
@@ -145,7 +153,6 @@ class BaseTokenToKVPoolAllocator(ABC):
     def free_full(self, free_index: torch.Tensor) -> None:
         """`free` of the full side alone; the caller has released the SWA peers."""
 
-    @abstractmethod
     def free_segments(self, segments: Iterable[Segment]) -> None:
         """Return pieces `(free_index, start_pos)` of one kv row, ascending, no page shared.
 
@@ -156,18 +163,27 @@ class BaseTokenToKVPoolAllocator(ABC):
                 slots that do not run through their pages in order.
             DoubleFreeError: two segments share a page.
         """
+        self.return_segments("free_segments", segments)
 
-    @abstractmethod
     def free_full_segments(self, segments: Iterable[Segment]) -> None:
         """`free_segments` of the full side alone; the caller has released the SWA peers."""
+        self.return_full_segments("free_full_segments", segments)
 
     def free_segment(self, free_index: torch.Tensor, *, start_pos: int) -> None:
         """`free_segments` of a single piece."""
-        self.free_segments([(free_index, start_pos)])
+        self.return_segments("free_segment", [(free_index, start_pos)])
 
     def free_full_segment(self, free_index: torch.Tensor, *, start_pos: int) -> None:
         """`free_full_segments` of a single piece."""
-        self.free_full_segments([(free_index, start_pos)])
+        self.return_full_segments("free_full_segment", [(free_index, start_pos)])
+
+    @abstractmethod
+    def return_segments(self, operation: str, segments: Iterable[Segment]) -> None:
+        """`free_segments` under the name that its errors give."""
+
+    @abstractmethod
+    def return_full_segments(self, operation: str, segments: Iterable[Segment]) -> None:
+        """`free_full_segments` under the name that its errors give."""
 
     @abstractmethod
     def free_group_begin(self) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvcore.allocator.arguments import as_index, require_equal_lengths
+from kvcore.allocator.arguments import as_index, as_number, require_equal_lengths
 from kvcore.errors import GeometryError
 from kvcore.kernels import SlotKernels
 
@@ -51,9 +51,10 @@ class ExtendBatch:
 
         Raises:
             IndexTensorError: rank, dtype or device of a vector.
-            GeometryError: unequal lengths, a negative prefix, a row that shrinks, or extensions
-                that do not add up to `num_tokens`.
+            GeometryError: unequal lengths, a negative prefix, a row that shrinks, extensions that
+                do not add up to `num_tokens`, or `num_tokens` that is no integer.
         """
+        num_tokens = as_number(operation, "extend_num_tokens", num_tokens)
         batch = cls(
             operation,
             as_index(f"{operation}(prefix_lens)", prefix_lens, device),
@@ -150,14 +151,17 @@ class SwaTail:
         """The last `tail_len` tokens before `tail_end`, None meaning the end of the row.
 
         Raises:
-            GeometryError: a batch of more or less than one row, or a tail that is no part of the
-                extension.
+            GeometryError: a batch of more or less than one row, numbers that are no integers, or a
+                tail that is no part of the extension.
         """
+        tail_len = as_number(batch.operation, "swa_tail_len", tail_len)
         rows = batch.seq_lens_cpu.numel()
         if rows != 1:
             raise GeometryError(f"{batch.operation}: expected a batch of one row, got {rows}")
         prefix, length = int(batch.prefix_lens_cpu[0]), int(batch.seq_lens_cpu[0])
-        end = length if tail_end is None else tail_end
+        end = length
+        if tail_end is not None:
+            end = as_number(batch.operation, "swa_tail_end", tail_end)
         if not prefix <= end <= length:
             raise GeometryError(
                 f"{batch.operation}: expected swa_tail_end in {prefix}..{length}, got {end}"

@@ -4,17 +4,19 @@ Both lend logical slots, of which only some have a device slot; `HiSparseTokenTo
 lends one device slot a token, `CompressedHiSparseTokenToKVPoolAllocator` one for every 4 tokens
 over a hybrid allocator, to which it forwards everything else (sglang#24039).
 
-Left out: the mapping, the device pages and the buffers themselves
-(`kvcore.allocator.device_side`), and the rows that device slots index (`kvcore.pools.hisparse`).
+Left out: the mapping and the device pages themselves (`kvcore.allocator.device_mapping`), lending,
+returning and buffers (`kvcore.allocator.device_side`), and the rows that device slots index
+(`kvcore.pools.hisparse`).
 """
 
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
-from kvcore.allocator.arguments import Segment, as_index, pool_pages, require_equal_lengths
-from kvcore.allocator.device_side import DeviceSideAllocator, MappedPool
+from kvcore.allocator.arguments import Segment, as_index, as_number, require_equal_lengths
+from kvcore.allocator.device_mapping import MappedPool
+from kvcore.allocator.device_side import DeviceSideAllocator
 from kvcore.allocator.hybrid import HybridPoolSize, make_pool
 from kvcore.allocator.single import PoolSize, SinglePoolAllocator
 from kvcore.allocator.swa import SWATokenToKVPoolAllocator
@@ -37,6 +39,13 @@ class CompressedPool(MappedPool, Protocol):
 
     def translate_loc_from_full_to_compressed(self, full_indices: torch.Tensor) -> torch.Tensor:
         """The entries that full slots complete, in the same order; the other slots have none."""
+
+
+@runtime_checkable
+class PlacedPool(Protocol):
+    """A pool that says where its rows are."""
+
+    device: str | torch.device
 
 
 class HiSparseTokenToKVPoolAllocator(DeviceSideAllocator):
@@ -87,6 +96,10 @@ class HiSparseTokenToKVPoolAllocator(DeviceSideAllocator):
         validate: bool | None = None,
     ) -> None:
         super().__init__(page_size, dtype, device, kvcache, need_sort, validate)
+        size = as_number("constructor", "size", size)
+        host_to_device_ratio = as_number(
+            "constructor", "host_to_device_ratio", host_to_device_ratio
+        )
         if host_to_device_ratio < 1:
             raise GeometryError(
                 f"constructor: expected host_to_device_ratio >= 1, got {host_to_device_ratio}"
@@ -95,7 +108,9 @@ class HiSparseTokenToKVPoolAllocator(DeviceSideAllocator):
         self.hisparse_page_size = page_size
         self.hisparse_attn_allocator = self._make_side(size, "device")
         self.logical_attn_allocator = self._make_side(size * host_to_device_ratio, "logical")
-        self._build_mapping(kvcache)
+        self._build_mapping()
+        if kvcache is not None:
+            kvcache.register_mapping(self.full_to_hisparse_device_index_mapping)
 
     def _make_side(self, size: int, name: str) -> SinglePoolAllocator:
         return make_pool(
@@ -119,11 +134,11 @@ class HiSparseTokenToKVPoolAllocator(DeviceSideAllocator):
 
     def free_full(self, free_index: torch.Tensor) -> None:
         """The same as `free`: there are no SWA peers."""
-        self.free(free_index)
+        self._return_slots("free_full", free_index)
 
-    def free_full_segments(self, segments: Iterable[Segment]) -> None:
-        """The same as `free_segments`: there are no SWA peers."""
-        self.free_segments(segments)
+    def return_full_segments(self, operation: str, segments: Iterable[Segment]) -> None:
+        """The same as `return_segments`: there are no SWA peers."""
+        self.return_segments(operation, segments)
 
     def resize(self, config: PoolSize | None = None, *, size: int | None = None) -> None:
         """Take everything back and lend sides of other sizes, with a new mapping, from now on.
@@ -134,18 +149,22 @@ class HiSparseTokenToKVPoolAllocator(DeviceSideAllocator):
                 follows with the ratio that the constructor was given.
 
         Raises:
-            GeometryError: none or both given, or a side without a single page.
+            GeometryError: none or both given, a size that is no integer, or a side without a single
+                page.
         """
         if config is not None and size is None:
             size = config.max_total_num_tokens
         elif config is not None or size is None:
             raise GeometryError("resize: expected either a config or size")
-        # The logical side is at least as large.
-        pool_pages("resize", size, self.hisparse_page_size)
-        self.hisparse_attn_allocator.resize(size=size)
-        self.logical_attn_allocator.resize(size=size * self.host_to_device_ratio)
-        self._group_open = False
-        self._build_mapping(self._kvcache)
+        device = self.hisparse_attn_allocator.resized(size)
+        logical = self.logical_attn_allocator.resized(device.size * self.host_to_device_ratio)
+        other = self._with_sides(logical, device)
+        # What can fail comes before what changes; the pool is the last that can refuse.
+        if self._kvcache is not None:
+            self._kvcache.register_mapping(other.full_to_hisparse_device_index_mapping)
+        self.logical_attn_allocator.become(logical)
+        self.hisparse_attn_allocator.become(device)
+        self._take_mapping(other)
 
 
 class CompressedHiSparseTokenToKVPoolAllocator(DeviceSideAllocator):
@@ -172,7 +191,7 @@ class CompressedHiSparseTokenToKVPoolAllocator(DeviceSideAllocator):
 
     Raises:
         GeometryError: a page size that is no multiple of 4, or a pool whose pages are not a quarter
-            of it or that has not a single one.
+            of it, that has not a single one, or that is on another device.
         FreeGroupError: the hybrid allocator has an open group.
     """
 
@@ -201,6 +220,12 @@ class CompressedHiSparseTokenToKVPoolAllocator(DeviceSideAllocator):
                 f"constructor: expected page sizes of {COMPRESS_RATIO} logical slots for each "
                 f"device slot, got {inner.page_size} and {hisparse_kvcache.page_size}"
             )
+        if isinstance(hisparse_kvcache, PlacedPool):
+            place = torch.empty(0, device=hisparse_kvcache.device).device
+            if place != self._index_device:
+                raise GeometryError(
+                    f"constructor: expected a pool on {self._index_device}, got one on {place}"
+                )
         inner.require_group("constructor", is_open=False)
         self.hisparse_kvcache = hisparse_kvcache
         self.hisparse_page_size = hisparse_kvcache.page_size
@@ -215,7 +240,8 @@ class CompressedHiSparseTokenToKVPoolAllocator(DeviceSideAllocator):
             validate=self.validate,
             pool_name="device",
         )
-        self._build_mapping(hisparse_kvcache)
+        self._build_mapping()
+        hisparse_kvcache.register_mapping(self.full_to_hisparse_device_index_mapping)
 
     @property
     def _slot_side(self) -> SinglePoolAllocator:
@@ -263,8 +289,11 @@ class CompressedHiSparseTokenToKVPoolAllocator(DeviceSideAllocator):
         return self.logical_attn_allocator.swa_available_size()
 
     def new_pages_available(self, num_full_pages: int, num_swa_pages: int) -> bool:
-        """Whether the hybrid allocator has that many pages, device pages left aside."""
-        return self.logical_attn_allocator.new_pages_available(num_full_pages, num_swa_pages)
+        """Whether the hybrid allocator has that many pages, and the device side one for each full
+        page."""
+        return self.logical_attn_allocator.new_pages_available(
+            num_full_pages, num_swa_pages
+        ) and self.hisparse_attn_allocator.has_room(num_full_pages)
 
     def translate_loc_from_full_to_swa(self, kv_indices: torch.Tensor) -> torch.Tensor:
         """As the hybrid allocator."""
@@ -333,12 +362,12 @@ class CompressedHiSparseTokenToKVPoolAllocator(DeviceSideAllocator):
         self.logical_attn_allocator.free_full(slots)
         self._detach(pages, device_pages)
 
-    def free_full_segments(self, segments: Iterable[Segment]) -> None:
+    def return_full_segments(self, operation: str, segments: Iterable[Segment]) -> None:
         """`free_full` of page-aligned pieces of one row, ascending, no page shared."""
         pieces = list(segments)
-        pages = self._pages_of_segments("free_full_segments", pieces)
+        pages = self._pages_of_segments(operation, pieces)
         device_pages = self._returnable(pages)
-        self.logical_attn_allocator.free_full_segments(pieces)
+        self.logical_attn_allocator.return_full_segments(operation, pieces)
         self._detach(pages, device_pages)
 
     def recover_tombstone(self, kept_full: torch.Tensor, incoming_full: torch.Tensor) -> None:
@@ -375,9 +404,17 @@ class CompressedHiSparseTokenToKVPoolAllocator(DeviceSideAllocator):
         Raises:
             GeometryError: as the hybrid allocator, or a device side without a single page.
         """
-        device_size = self.hisparse_kvcache.size
-        pool_pages("resize", device_size, self.hisparse_page_size)
-        self.logical_attn_allocator.resize(config, size=size, size_swa=size_swa)
-        self.hisparse_attn_allocator.resize(size=device_size)
-        self._group_open = False
-        self._build_mapping(self.hisparse_kvcache)
+        inner = self.logical_attn_allocator
+        device = self.hisparse_attn_allocator.resized(self.hisparse_kvcache.size)
+        logical = inner.resized(*inner.new_sizes(config, size, size_swa))
+        other = self._with_sides(logical, device)
+        # What can fail comes before what changes; the pools are the last that can refuse.
+        logical.register_mapping()
+        try:
+            self.hisparse_kvcache.register_mapping(other.full_to_hisparse_device_index_mapping)
+        except BaseException:
+            inner.register_mapping()
+            raise
+        inner.become(logical)
+        self.hisparse_attn_allocator.become(device)
+        self._take_mapping(other)

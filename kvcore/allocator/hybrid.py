@@ -15,7 +15,8 @@ Left out: the operations that callers see (`kvcore.allocator.swa`).
 """
 
 from collections.abc import Iterable
-from typing import Any, Protocol, runtime_checkable
+from copy import copy
+from typing import Any, Protocol, Self, runtime_checkable
 
 import torch
 
@@ -32,7 +33,10 @@ class HybridPool(Protocol):
     """What a pool of full and SWA layers must offer to be served by a hybrid allocator."""
 
     def register_mapping(self, full_to_swa_index_mapping: torch.Tensor) -> None:
-        """Keep the mapping; it is written by the allocator and read by the pool."""
+        """Keep the mapping; it is written by the allocator and read by the pool.
+
+        One that raises keeps the mapping that it had.
+        """
 
     def translate_loc_from_full_to_swa(self, kv_indices: torch.Tensor) -> torch.Tensor:
         """SWA slots of full slots."""
@@ -107,6 +111,8 @@ class HybridAllocator(BaseTokenToKVPoolAllocator):
             size_swa, split.swa_kv_pool if split is not None else None, "SWA"
         )
         self._build_mapping()
+        self._guard = self._make_guard()
+        self.register_mapping()
 
     def _make_side(self, size: int, kvcache: Any, name: str) -> SinglePoolAllocator:
         return make_pool(
@@ -131,15 +137,39 @@ class HybridAllocator(BaseTokenToKVPoolAllocator):
             num_rows, self.page_size
         )
         self._queued_peers: list[torch.Tensor] = []
-        self._no_pages = torch.empty(0, dtype=torch.int64, device=self._index_device)
+
+    def _make_guard(self) -> PeerGuard | None:
         full, swa = self.full_attn_allocator.ledger, self.swa_attn_allocator.ledger
-        self._guard = (
-            PeerGuard(full, swa, self._peer_pages, self._peer_slots, self._index_device)
-            if full is not None and swa is not None
-            else None
-        )
+        if full is None or swa is None:
+            return None
+        return PeerGuard(full, swa, self._peer_pages, self._peer_slots, self._index_device)
+
+    def register_mapping(self) -> None:
+        """Hand the mapping to the pool."""
         if self._kvcache is not None:
             self._kvcache.register_mapping(self.full_to_swa_index_mapping)
+
+    def resized(self, size: int, size_swa: int) -> Self:
+        """What this allocator is to `become`, not registered yet; itself, it is as it was.
+
+        Raises:
+            GeometryError: a size that is no integer, or a side without a single page.
+        """
+        other = copy(self)
+        other.full_attn_allocator = self.full_attn_allocator.resized(size)
+        other.swa_attn_allocator = self.swa_attn_allocator.resized(size_swa)
+        other._group_open = False
+        other._build_mapping()
+        return other
+
+    def become(self, other: Self) -> None:
+        """Take over what `resized` has built; cannot fail. The sides stay the objects they are."""
+        full, swa = self.full_attn_allocator, self.swa_attn_allocator
+        full.become(other.full_attn_allocator)
+        swa.become(other.swa_attn_allocator)
+        vars(self).update(vars(other))
+        self.full_attn_allocator, self.swa_attn_allocator = full, swa
+        self._guard = self._make_guard()
 
     # -- capacity ------------------------------------------------------------------------------
 
@@ -161,8 +191,7 @@ class HybridAllocator(BaseTokenToKVPoolAllocator):
     @property
     def queued_peer_slots(self) -> torch.Tensor:
         """Full slots whose peers the open group has yet to capture, int64 `[n]`; for inspection."""
-        empty = torch.empty(0, dtype=torch.int64, device=self._index_device)
-        return torch.cat([empty, *self._queued_peers])
+        return torch.cat([self._no_pages(), *self._queued_peers])
 
     def available_size(self) -> int:
         """Tokens that one `alloc` could get: what the poorer side has."""
@@ -204,6 +233,9 @@ class HybridAllocator(BaseTokenToKVPoolAllocator):
         return self.full_to_swa_index_mapping[locations]
 
     # -- peers ---------------------------------------------------------------------------------
+
+    def _no_pages(self) -> torch.Tensor:
+        return torch.empty(0, dtype=torch.int64, device=self._index_device)
 
     def _peer_pages(self, full_pages: torch.Tensor) -> torch.Tensor:
         """SWA page of each full page, 0 for none: int64 `[n]`."""
@@ -263,7 +295,8 @@ class HybridAllocator(BaseTokenToKVPoolAllocator):
         if self._guard is not None:
             self._guard.require_no_peer(operation, slots)
 
-    def _check_batch(self, batch: ExtendBatch | DecodeBatch) -> None:
+    def check_batch(self, batch: ExtendBatch | DecodeBatch) -> None:
+        """Raise for values that `lend_batch` must not see; see `PeerGuard.require_batch`."""
         if self._guard is not None:
             self._guard.require_batch(batch)
 

@@ -184,10 +184,16 @@ class PageLedger:
 
     def require_segments(self, operation: str, indices: list[torch.Tensor]) -> None:
         """Raise unless the segments are lent, fill their pages in order and share none."""
+        for index in indices:
+            self._refuse_not_freeable(operation, on_host(index))
+        self.require_row_pieces(operation, indices)
+
+    def require_row_pieces(self, operation: str, indices: list[torch.Tensor]) -> None:
+        """`require_segments` of pages that need not be lent."""
         pages: list[Ids] = []
         for index in indices:
             slots = on_host(index)
-            self._refuse_not_freeable(operation, slots)
+            self._refuse_outside(operation, slots)
             position = np.arange(slots.size)
             first_of_page = slots[position // self.page_size * self.page_size]
             offset = position % self.page_size

@@ -8,11 +8,19 @@ Left out: the pool itself (`kvcore.allocator.single`), and peers (`kvcore.alloca
 """
 
 from collections.abc import Iterable
-from typing import Any, Protocol, runtime_checkable
+from copy import copy
+from typing import Any, Protocol, Self, runtime_checkable
 
 import torch
 
-from kvcore.allocator.arguments import Segment, as_index, as_locations, as_segments, pool_pages
+from kvcore.allocator.arguments import (
+    Segment,
+    as_index,
+    as_locations,
+    as_number,
+    as_segments,
+    pool_pages,
+)
 from kvcore.allocator.base import BaseTokenToKVPoolAllocator
 from kvcore.allocator.batch import ExtendBatch, SwaTail
 from kvcore.allocator.hybrid import HybridPool, make_pool
@@ -86,12 +94,16 @@ class PureSWATokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         )
         self.full_attn_allocator = self.swa_attn_allocator
         self._build_mapping()
+        self.register_mapping()
 
     def _build_mapping(self) -> None:
         self.full_to_swa_index_mapping = torch.arange(
             self.size + self.page_size + 1, dtype=torch.int64, device=self._index_device
         )
         self.full_to_swa_index_mapping[-1] = -1
+
+    def register_mapping(self) -> None:
+        """Hand the mapping to the pool."""
         if self._kvcache is not None:
             self._kvcache.register_mapping(self.full_to_swa_index_mapping)
 
@@ -111,6 +123,11 @@ class PureSWATokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
     def size_swa(self) -> int:
         """The same: there is one pool."""
         return self.size
+
+    @property
+    def queued_peer_slots(self) -> torch.Tensor:
+        """None, int64 `[0]`: a slot is its own peer, so nothing has to be captured."""
+        return torch.empty(0, dtype=torch.int64, device=self._index_device)
 
     def available_size(self) -> int:
         """Tokens in free pages."""
@@ -199,9 +216,8 @@ class PureSWATokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
                 f"{operation}: expected a tail of all {extend_num_tokens} new tokens, got "
                 f"{swa_tail_len}; every slot of this pool is its own SWA slot"
             )
-        return self.alloc_extend(
-            prefix_lens, prefix_lens_cpu, seq_lens, seq_lens_cpu, last_loc, extend_num_tokens
-        )
+        self.swa_attn_allocator.check_batch(batch)
+        return self.swa_attn_allocator.lend_batch(batch)
 
     # -- returning -----------------------------------------------------------------------------
 
@@ -227,37 +243,43 @@ class PureSWATokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
     def free_full(self, free_index: torch.Tensor) -> None:
         """Return nothing: the pages went with `free_swa`.
 
+        A page that is lent is no error, also with `validate`: whether it is the caller's, who
+        forgot `free_swa`, or was returned and lent to another row since, the page does not tell.
+        The first stays lent.
+
         Raises:
             InvalidSlotError: with `validate`, a slot that is never lent.
         """
         slots = as_index("free_full", free_index, self._index_device)
-        self._check_in_pool("free_full", slots)
+        if self.swa_attn_allocator.ledger is not None:
+            self.swa_attn_allocator.ledger.require_in_pool("free_full", slots)
 
-    def free_segments(self, segments: Iterable[Segment]) -> None:
+    def return_segments(self, operation: str, segments: Iterable[Segment]) -> None:
         """`free` of page-aligned pieces of one row, ascending, no page shared."""
-        self.swa_attn_allocator.free_segments_as("free_segments", segments)
+        self.swa_attn_allocator.free_segments_as(operation, segments)
 
     def free_swa_segments(self, segments: Iterable[Segment]) -> None:
         """`free_swa` of page-aligned pieces of one row, ascending, no page shared."""
-        self._mark_slid(self.swa_attn_allocator.free_segments_as("free_swa_segments", segments))
+        self._return_swa_segments("free_swa_segments", segments)
 
     def free_swa_segment(self, free_index: torch.Tensor, *, start_pos: int) -> None:
         """`free_swa_segments` of a single piece."""
-        self.free_swa_segments([(free_index, start_pos)])
+        self._return_swa_segments("free_swa_segment", [(free_index, start_pos)])
 
-    def free_full_segments(self, segments: Iterable[Segment]) -> None:
-        """Return nothing: the pages went with `free_swa_segments`.
+    def _return_swa_segments(self, operation: str, segments: Iterable[Segment]) -> None:
+        self._mark_slid(self.swa_attn_allocator.free_segments_as(operation, segments))
+
+    def return_full_segments(self, operation: str, segments: Iterable[Segment]) -> None:
+        """Return nothing: the pages went with `free_swa_segments`. See `free_full`.
 
         Raises:
             InvalidSlotError: with `validate`, a slot that is never lent.
+            GeometryError: with `validate`, slots that do not run through their pages in order.
+            DoubleFreeError: with `validate`, a page named more than once.
         """
-        operation = "free_full_segments"
-        for index in as_segments(operation, segments, self.page_size, self._index_device):
-            self._check_in_pool(operation, index)
-
-    def _check_in_pool(self, operation: str, slots: torch.Tensor) -> None:
-        if self.swa_attn_allocator.ledger is not None:
-            self.swa_attn_allocator.ledger.require_in_pool(operation, slots)
+        indices = as_segments(operation, segments, self.page_size, self._index_device)
+        if indices and self.swa_attn_allocator.ledger is not None:
+            self.swa_attn_allocator.ledger.require_row_pieces(operation, indices)
 
     def _mark_slid(self, pages: torch.Tensor) -> None:
         """In an open group, these pages may be named again."""
@@ -359,14 +381,32 @@ class PureSWATokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
                 is given, or `size` and `size_swa` that agree.
 
         Raises:
-            GeometryError: no form or several given, sizes that differ, or a size without a single
-                page.
+            GeometryError: no form or several given, sizes that differ, or a size that is no integer
+                or without a single page.
         """
-        given = {value for value in (size, size_swa) if value is not None}
+        given = [value for value in (size, size_swa) if value is not None]
         if config is not None and not given:
-            given = {config.swa_max_total_num_tokens}
-        elif config is not None or len(given) != 1:
+            given = [config.swa_max_total_num_tokens]
+        elif config is not None or not given:
             raise GeometryError("resize: expected either a config or one size")
-        self.swa_attn_allocator.resize(size=given.pop())
-        self._group_open = False
-        self._build_mapping()
+        sizes = {as_number("resize", "size", value) for value in given}
+        if len(sizes) != 1:
+            raise GeometryError("resize: expected either a config or one size")
+        other = self.resized(sizes.pop())
+        other.register_mapping()
+        self.become(other)
+
+    def resized(self, size: int) -> Self:
+        """What this allocator is to `become`, not registered yet; itself, it is as it was."""
+        other = copy(self)
+        other.swa_attn_allocator = self.swa_attn_allocator.resized(size)
+        other._group_open = False
+        other._build_mapping()
+        return other
+
+    def become(self, other: Self) -> None:
+        """Take over what `resized` has built; cannot fail. The pool stays the object it is."""
+        pool = self.swa_attn_allocator
+        pool.become(other.swa_attn_allocator)
+        vars(self).update(vars(other))
+        self.swa_attn_allocator = self.full_attn_allocator = pool

@@ -1,24 +1,36 @@
 """One pool and its free list: the allocator behind page size 1 and behind larger pages.
 
-Everything is counted in pages; `take_pages` and `give_pages` are the calls by which an allocator of
-several pools drives this one. Subclasses say how slots become pages and in which order pages come
+Everything is counted in pages. Subclasses say how slots become pages and in which order pages come
 back.
 
 Left out: SWA peers (`kvcore.allocator.swa`).
 """
 
 from abc import abstractmethod
-from collections.abc import Iterable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from copy import copy
+from functools import partial
+from typing import Any, Protocol, Self, TypeAlias
 
 import torch
 
-from kvcore.allocator.arguments import Segment, as_index, as_segments, pool_pages, whole_pages
+from kvcore.allocator.arguments import (
+    Segment,
+    as_index,
+    as_number,
+    as_segments,
+    pool_pages,
+    whole_pages,
+)
 from kvcore.allocator.base import BaseTokenToKVPoolAllocator
 from kvcore.allocator.batch import DecodeBatch, ExtendBatch
 from kvcore.allocator.ownership import FREE, LENT, PENDING, PageLedger
 from kvcore.errors import GeometryError
-from kvcore.free_list import FreeList
+from kvcore.free_list import FreeList, Position
+
+SlotsOf: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+"""What a caller gets for fresh pages, int64 `[n]`: slots."""
 
 
 class PoolSize(Protocol):
@@ -29,6 +41,9 @@ class PoolSize(Protocol):
 
 class SinglePoolAllocator(BaseTokenToKVPoolAllocator):
     """Lends the pages 1..num_pages of one pool; page 0 is padding and never lent.
+
+    `lend` is behind every allocation, and `take_pages` and `give_pages` are the calls by which an
+    allocator of several pools drives this one, inside `lending`.
 
     `size` tokens hold `num_pages = size // page_size` pages; a remainder is left unused.
     """
@@ -52,7 +67,7 @@ class SinglePoolAllocator(BaseTokenToKVPoolAllocator):
         self._build(size, num_pages)
 
     def _build(self, size: int, num_pages: int) -> None:
-        self._size = size
+        self._size = as_number("constructor", "size", size)
         self.num_pages = num_pages
         self._free_list = self._make_free_list()
         self.ledger = self._make_ledger() if self.validate else None
@@ -117,16 +132,33 @@ class SinglePoolAllocator(BaseTokenToKVPoolAllocator):
             self.ledger.mark(pages, LENT)
         return pages
 
+    def position(self) -> Position:
+        """Where `rewind` returns to."""
+        return self._free_list.position()
+
+    def rewind(self, position: Position) -> None:
+        """Undo every `take_pages` since `position`; nothing was given since."""
+        self._free_list.rewind(position)
+        self._mark(self._free_list.free_pages, FREE)
+        self._mark(self._free_list.release_pages, FREE)
+
+    def lend(self, num_pages: int, slots_of: SlotsOf) -> torch.Tensor | None:
+        """What `slots_of` says of fresh pages; None if there are not that many.
+
+        If it raises, no page was lent.
+        """
+        if not self.has_room(num_pages):
+            return None
+        with lending(self):
+            return slots_of(self.take_pages(num_pages))
+
     def slots_of(self, pages: torch.Tensor) -> torch.Tensor:
         """All slots of the pages, page by page: int64 `[n * page_size]`."""
         return (pages[:, None] * self.page_size + self._offsets).reshape(-1)
 
     def alloc(self, need_size: int) -> torch.Tensor | None:
         """Lend whole pages; see the base class."""
-        num_pages = whole_pages("alloc", need_size, self.page_size)
-        if not self.has_room(num_pages):
-            return None
-        return self.slots_of(self.take_pages(num_pages))
+        return self.lend(whole_pages("alloc", need_size, self.page_size), self.slots_of)
 
     def alloc_extend(
         self,
@@ -160,12 +192,18 @@ class SinglePoolAllocator(BaseTokenToKVPoolAllocator):
         return self._alloc_batch(batch)
 
     def _alloc_batch(self, batch: ExtendBatch | DecodeBatch) -> torch.Tensor | None:
+        self.check_batch(batch)
+        return self.lend_batch(batch)
+
+    def check_batch(self, batch: ExtendBatch | DecodeBatch) -> None:
+        """Raise for values that `lend_batch` must not see; see `PageLedger.require_batch`."""
         if self.ledger is not None:
             self.ledger.require_batch(batch)
-        num_pages = batch.num_new_pages(self.page_size)
-        if not self.has_room(num_pages):
-            return None
-        return batch.slots(self.take_pages(num_pages), self.page_size, self._kernels)
+
+    def lend_batch(self, batch: ExtendBatch | DecodeBatch) -> torch.Tensor | None:
+        """The new tokens of each row of a batch whose values have been checked."""
+        slots_of = partial(batch.slots, page_size=self.page_size, kernels=self._kernels)
+        return self.lend(batch.num_new_pages(self.page_size), slots_of)
 
     # -- returning -----------------------------------------------------------------------------
 
@@ -177,13 +215,13 @@ class SinglePoolAllocator(BaseTokenToKVPoolAllocator):
         """The same as `free`: there is one pool."""
         self.free_as("free_full", free_index)
 
-    def free_segments(self, segments: Iterable[Segment]) -> None:
+    def return_segments(self, operation: str, segments: Iterable[Segment]) -> None:
         """Return pieces of one row; waits for no device value."""
-        self.free_segments_as("free_segments", segments)
+        self.free_segments_as(operation, segments)
 
-    def free_full_segments(self, segments: Iterable[Segment]) -> None:
-        """The same as `free_segments`: there is one pool."""
-        self.free_segments_as("free_full_segments", segments)
+    def return_full_segments(self, operation: str, segments: Iterable[Segment]) -> None:
+        """The same as `return_segments`: there is one pool."""
+        self.free_segments_as(operation, segments)
 
     def free_as(self, operation: str, free_index: torch.Tensor) -> torch.Tensor:
         """`free` under the name that its errors give; the checked slots, int64 `[n]`."""
@@ -199,7 +237,7 @@ class SinglePoolAllocator(BaseTokenToKVPoolAllocator):
         return slots
 
     def free_segments_as(self, operation: str, segments: Iterable[Segment]) -> torch.Tensor:
-        """`free_segments` under the name that its errors give; the pages freed, int64 `[n]`."""
+        """`return_segments`; the pages freed, int64 `[n]`."""
         indices = as_segments(operation, segments, self.page_size, self._index_device)
         if not indices:
             return self._no_pages()
@@ -312,14 +350,41 @@ class SinglePoolAllocator(BaseTokenToKVPoolAllocator):
             size: the new size in tokens; exactly one of both is given.
 
         Raises:
-            GeometryError: none or both given, or a size without a single page.
+            GeometryError: none or both given, or a size that is no integer or without a single
+                page.
         """
         if config is not None and size is None:
             size = config.max_total_num_tokens
         elif config is not None or size is None:
             raise GeometryError("resize: expected either a config or size")
-        self._build(size, pool_pages("resize", size, self.page_size))
+        self.become(self.resized(size))
+
+    def resized(self, size: int) -> Self:
+        """What this allocator is to `become`; itself, it is as it was."""
+        num_pages = pool_pages("resize", size, self.page_size)
+        other = copy(self)
+        other._build(size, num_pages)
+        return other
+
+    def become(self, other: Self) -> None:
+        """Take over what `resized` has built; cannot fail."""
+        vars(self).update(vars(other))
 
     def debug_print(self) -> str:
         """One line of capacity for logs."""
         return f"#{self._pool_name}-available-size: {self.available_size()} of {self.size}"
+
+
+@contextmanager
+def lending(*pools: SinglePoolAllocator) -> Iterator[None]:
+    """What the pools lend inside is free again, in the old order, if what is inside raises.
+
+    Nothing is given back to them inside.
+    """
+    positions = [pool.position() for pool in pools]
+    try:
+        yield
+    except BaseException:
+        for pool, position in zip(pools, positions, strict=True):
+            pool.rewind(position)
+        raise

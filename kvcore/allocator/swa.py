@@ -8,20 +8,25 @@ that comes sooner: snapshotted, detached from the mapping, and released at the e
 Left out: how pages are paired (`kvcore.allocator.hybrid`); one pool in which every layer slides.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import TypeAlias
 
 import torch
 
 from kvcore.allocator.arguments import (
     Segment,
     as_index,
-    pool_pages,
     require_equal_lengths,
     whole_pages,
 )
 from kvcore.allocator.batch import DecodeBatch, ExtendBatch, SwaTail
 from kvcore.allocator.hybrid import HybridAllocator, HybridPoolSize
+from kvcore.allocator.single import SlotsOf, lending
 from kvcore.errors import GeometryError
+
+Pairing: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+"""Writes of the mapping for slots lent by fresh full pages and fresh SWA pages."""
 
 
 class SWATokenToKVPoolAllocator(HybridAllocator):
@@ -58,10 +63,7 @@ class SWATokenToKVPoolAllocator(HybridAllocator):
     def alloc(self, need_size: int) -> torch.Tensor | None:
         """Lend whole pages with peers; see the base class."""
         num_pages = whole_pages("alloc", need_size, self.page_size)
-        if not self.new_pages_available(num_pages, num_pages):
-            return None
-        full_pages = self._take_mapped_pages(num_pages)
-        return self.full_attn_allocator.slots_of(full_pages)
+        return self.lend(num_pages, self.full_attn_allocator.slots_of)
 
     def alloc_extend(
         self,
@@ -103,21 +105,42 @@ class SWATokenToKVPoolAllocator(HybridAllocator):
         return self._alloc_batch(batch)
 
     def _alloc_batch(self, batch: ExtendBatch | DecodeBatch) -> torch.Tensor | None:
-        self._check_batch(batch)
-        num_pages = batch.num_new_pages(self.page_size)
-        if not self.new_pages_available(num_pages, num_pages):
-            return None
-        full_pages = self._take_mapped_pages(num_pages)
-        return batch.slots(full_pages, self.page_size, self._kernels)
+        self.check_batch(batch)
+        return self.lend_batch(batch)
 
-    def _take_mapped_pages(self, num_pages: int) -> torch.Tensor:
-        """Full pages with fresh peers; both sides have been asked for room."""
+    def lend_batch(self, batch: ExtendBatch | DecodeBatch) -> torch.Tensor | None:
+        """The new tokens of each row of a batch whose values have been checked, with peers."""
+        slots_of = partial(batch.slots, page_size=self.page_size, kernels=self._kernels)
+        return self.lend(batch.num_new_pages(self.page_size), slots_of)
+
+    def lend(self, num_pages: int, slots_of: SlotsOf) -> torch.Tensor | None:
+        """What `slots_of` says of fresh full pages with peers; None if a side lacks them.
+
+        If it raises, nothing changed.
+        """
         if num_pages == 0:
-            return self._no_pages
-        self._capture_queued_peers()
-        full_pages = self.full_attn_allocator.take_pages(num_pages)
-        self._map_pages(full_pages, self.swa_attn_allocator.take_pages(num_pages))
-        return full_pages
+            return slots_of(self._no_pages())
+        return self._lend_sides(
+            num_pages, num_pages, slots_of, lambda _, full, swa: self._map_pages(full, swa)
+        )
+
+    def _lend_sides(
+        self, num_full: int, num_swa: int, slots_of: SlotsOf, pair: Pairing
+    ) -> torch.Tensor | None:
+        """Pages of both sides or of neither, paired by `pair`; what `slots_of` says of the full."""
+        if not self.new_pages_available(num_full, num_swa):
+            return None
+        with lending(self.full_attn_allocator, self.swa_attn_allocator):
+            full_pages = self.full_attn_allocator.take_pages(num_full)
+            swa_pages = self.swa_attn_allocator.take_pages(num_swa)
+            slots = slots_of(full_pages)
+            try:
+                self._capture_queued_peers()
+                pair(slots, full_pages, swa_pages)
+            except BaseException:
+                self._clear_pages(full_pages)
+                raise
+        return slots
 
     def alloc_extend_swa_tail(
         self,
@@ -164,31 +187,36 @@ class SWATokenToKVPoolAllocator(HybridAllocator):
         tail.require_aligned(operation, self.page_size)
         if self.full_attn_allocator.ledger is not None:
             self.full_attn_allocator.ledger.require_batch(batch)
-        num_full, num_swa = batch.num_new_pages(self.page_size), tail.num_pages(self.page_size)
-        if not self.new_pages_available(num_full, num_swa):
-            return None
-        self._capture_queued_peers()
-        full_pages = self.full_attn_allocator.take_pages(num_full)
-        slots = batch.slots(full_pages, self.page_size, self._kernels)
-        self._pair_tail(batch, tail, slots, full_pages)
-        return slots
+        return self._lend_sides(
+            batch.num_new_pages(self.page_size),
+            tail.num_pages(self.page_size),
+            partial(batch.slots, page_size=self.page_size, kernels=self._kernels),
+            partial(self._pair_tail, batch, tail),
+        )
 
     def _pair_tail(
-        self, batch: ExtendBatch, tail: SwaTail, slots: torch.Tensor, full_pages: torch.Tensor
+        self,
+        batch: ExtendBatch,
+        tail: SwaTail,
+        slots: torch.Tensor,
+        full_pages: torch.Tensor,
+        swa_pages: torch.Tensor,
     ) -> None:
         """Map the new pages of the tail, unmap everything else that the call lends."""
         prefix, length = int(batch.prefix_lens_cpu[0]), int(batch.seq_lens_cpu[0])
-        num_swa = tail.num_pages(self.page_size)
+        num_swa = swa_pages.numel()
         # Pages before the tail's: those of the row up to there, less those it had begun.
         before = tail.start // self.page_size - -(-prefix // self.page_size) if num_swa else 0
         head, paired, rest = full_pages.split(
             (before, num_swa, full_pages.numel() - before - num_swa)
         )
         ahead, behind = slots[: tail.start - prefix], slots[tail.end - prefix :]
-        self._unmap_head(torch.cat((ahead, behind)), torch.cat((head, rest)))
-        self._map_pages(paired, self.swa_attn_allocator.take_pages(num_swa))
+        unmapped_slots, unmapped_pages = torch.cat((ahead, behind)), torch.cat((head, rest))
+        self._map_pages(paired, swa_pages)
         if tail.end < length and num_swa > 0 and tail.end % self.page_size != 0:
             self._unmap_behind(paired[-1:], tail.end % self.page_size)
+        # Last: a page that goes on keeps its entries if anything before this fails.
+        self._unmap_head(unmapped_slots, unmapped_pages)
 
     # -- returning -----------------------------------------------------------------------------
 
@@ -235,9 +263,9 @@ class SWATokenToKVPoolAllocator(HybridAllocator):
         self._check_peers_released("free_full", slots)
         self._free_full_side(slots)
 
-    def free_segments(self, segments: Iterable[Segment]) -> None:
+    def return_segments(self, operation: str, segments: Iterable[Segment]) -> None:
         """`free` of page-aligned pieces of one row, ascending, no page shared."""
-        indices = self._checked_segments("free_segments", segments)
+        indices = self._checked_segments(operation, segments)
         if not indices:
             return
         pages = self.full_attn_allocator.pages_of_segments(indices)
@@ -252,21 +280,23 @@ class SWATokenToKVPoolAllocator(HybridAllocator):
         Waits for no device value, as all segment frees: the peers are counted when the SWA side's
         free list is next needed.
         """
-        indices = self._checked_segments("free_swa_segments", segments)
-        if indices:
-            self._free_swa_segments(indices)
+        self._return_swa_segments("free_swa_segments", segments)
 
     def free_swa_segment(self, free_index: torch.Tensor, *, start_pos: int) -> None:
         """`free_swa_segments` of a single piece."""
-        self.free_swa_segments([(free_index, start_pos)])
+        self._return_swa_segments("free_swa_segment", [(free_index, start_pos)])
 
-    def free_full_segments(self, segments: Iterable[Segment]) -> None:
+    def _return_swa_segments(self, operation: str, segments: Iterable[Segment]) -> None:
+        indices = self._checked_segments(operation, segments)
+        if indices:
+            self._free_swa_segments(indices)
+
+    def return_full_segments(self, operation: str, segments: Iterable[Segment]) -> None:
         """`free_full` of page-aligned pieces of one row, ascending, no page shared.
 
         Raises:
             LivePeerError: with `validate`, a page that has a peer.
         """
-        operation = "free_full_segments"
         indices = self._checked_segments(operation, segments)
         if not indices:
             return
@@ -421,16 +451,25 @@ class SWATokenToKVPoolAllocator(HybridAllocator):
             size_swa: tokens of the SWA pool.
 
         Raises:
-            GeometryError: none or both forms given, or a side without a single page.
+            GeometryError: none or both forms given, a size that is no integer, or a side without a
+                single page.
+        """
+        other = self.resized(*self.new_sizes(config, size, size_swa))
+        # What can fail comes before what changes; the pool is the last that can refuse.
+        other.register_mapping()
+        self.become(other)
+
+    @staticmethod
+    def new_sizes(
+        config: HybridPoolSize | None, size: int | None, size_swa: int | None
+    ) -> tuple[int, int]:
+        """The sizes that the arguments of `resize` name.
+
+        Raises:
+            GeometryError: none or both forms given.
         """
         if config is not None and size is None and size_swa is None:
-            size = config.full_max_total_num_tokens
-            size_swa = config.swa_max_total_num_tokens
-        elif config is not None or size is None or size_swa is None:
-            raise GeometryError("resize: expected either a config or size and size_swa")
-        pool_pages("resize", size, self.page_size)
-        pool_pages("resize", size_swa, self.page_size)
-        self.full_attn_allocator.resize(size=size)
-        self.swa_attn_allocator.resize(size=size_swa)
-        self._group_open = False
-        self._build_mapping()
+            return config.full_max_total_num_tokens, config.swa_max_total_num_tokens
+        if config is None and size is not None and size_swa is not None:
+            return size, size_swa
+        raise GeometryError("resize: expected either a config or size and size_swa")

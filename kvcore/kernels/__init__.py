@@ -63,7 +63,7 @@ def kernels_for(device: torch.device, choice: str | None = None) -> SlotKernels 
             Triton's interpreter (TRITON_INTERPRET=1 before Triton is imported).
 
     Raises:
-        ValueError: another choice.
+        ValueError: another choice, or `triton` on a CPU without the interpreter.
         ImportError: `triton` was chosen and is not installed.
     """
     if choice is None:
@@ -76,5 +76,11 @@ def kernels_for(device: torch.device, choice: str | None = None) -> SlotKernels 
     if choice == TORCH:
         return None
     # Not at the top: without a GPU nobody should need Triton, or wait for its import.
-    kernels: SlotKernels = import_module("kvcore.kernels.triton_slots").TritonSlots()
+    triton_slots = import_module("kvcore.kernels.triton_slots")
+    if device.type == "cpu" and not triton_slots.INTERPRETED:
+        raise ValueError(
+            "KVCORE_KERNELS: triton on a CPU; expected TRITON_INTERPRET=1 from before Triton was "
+            "imported, or torch"
+        )
+    kernels: SlotKernels = triton_slots.TritonSlots()
     return kernels

@@ -103,6 +103,10 @@ def _decode_kernel(
     tl.store(slots + row, tl.where(begins, page * page_size, last + 1), mask=placed)
 
 
+INTERPRETED = not isinstance(_extend_kernel, triton.JITFunction)
+"""Whether Triton's interpreter runs the kernels, which works on a CPU; settled at import."""
+
+
 class TritonSlots:
     """`kvcore.kernels.SlotKernels` by Triton.
 

@@ -152,3 +152,29 @@ def test_both_forms_find_the_same_laws_broken_on_the_same_pages(
 
 def test_every_vectorised_law_has_a_plain_form() -> None:
     assert set(VECTORISED) <= set(PLAIN)
+
+
+@pytest.mark.parametrize(
+    "geometry",
+    [
+        Geometry(16, 130, 130),
+        Geometry(4, 800, device_pages=400),
+        Geometry(16, 100, 100, device_pages=250, compress=4),
+    ],
+    ids=Geometry.describe,
+)
+def test_slots_of_all_sides_together_make_a_pool_large(
+    geometry: Geometry, make_scene: Callable[..., Any]
+) -> None:
+    scene = make_scene(geometry)
+    violation = scene.breaks(lambda shown: shown.full_free.remove(7), ops.GroupBegin())
+    plain = Check(
+        model=scene.model,
+        op=ops.GroupBegin(),
+        outcome=Done(),
+        before=None,
+        after=scene.target.view(stamps=False),
+        held={},
+    )
+    assert violation.clauses == tuple(VECTORISED["L1"](plain))
+    assert violation.clauses != tuple(PLAIN["L1"](plain))

@@ -192,9 +192,11 @@ def test_l4_entries_out_of_step_are_named(scene: Any) -> None:
     assert violation.clauses[0].full_pages == (scene.full(2),)
 
 
-@pytest.mark.parametrize("where", ["free", "padding", "logical"])
+@pytest.mark.parametrize("where", ["free", "last", "padding", "logical"])
 def test_l4_an_entry_where_there_is_none_is_named(scene: Any, where: str) -> None:
-    pages = {"free": min(scene.model.full.free), "padding": 0, "logical": scene.full(5)}
+    free = scene.model.full.free
+    pages = {"free": min(free), "last": max(free), "padding": 0, "logical": scene.full(5)}
+    assert pages["last"] == scene.model.full.total
     device = min(scene.model.device.free)
     violation = scene.breaks(lambda shown: remap(scene, shown, pages[where], device), NEUTRAL)
     assert violation.laws == {"L3", "L4"}

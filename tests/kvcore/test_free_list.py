@@ -54,6 +54,31 @@ def test_need_sort_keeps_returned_pages_aside_until_a_take_needs_them() -> None:
     assert pages.release_pages.tolist() == []
 
 
+@pytest.mark.parametrize("newest_first", [False, True])
+def test_takes_are_undone_exactly_even_those_that_merged(newest_first: bool) -> None:
+    for need_sort in (False, True):
+        pages = make(6, need_sort=need_sort, newest_first=newest_first)
+        pages.give(pages.take(4)[[2, 0]])
+        before = (pages.free_pages.tolist(), pages.release_pages.tolist(), pages.num_pages)
+        position = pages.position()
+        pages.take(1)
+        pages.take(3)
+        assert pages.num_pages == 0
+        pages.rewind(position)
+        assert before == (pages.free_pages.tolist(), pages.release_pages.tolist(), 4)
+        assert sorted(pages.take(4).tolist()) == [1, 3, 5, 6]
+
+
+@pytest.mark.parametrize("newest_first", [False, True])
+def test_a_give_that_fails_changes_nothing(newest_first: bool) -> None:
+    pages = make(4, newest_first=newest_first)
+    pages.take(2)
+    elsewhere = torch.empty(2, dtype=torch.int64, device="meta")
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        pages.give(elsewhere)
+    assert pages.free_pages.tolist() == [3, 4]
+
+
 def test_merging_nothing_changes_nothing() -> None:
     pages = make(3, newest_first=True)
     pages.give(pages.take(3).flip(0))

@@ -3,10 +3,16 @@
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from kvcore import GeometryError, SWAKVPool, SWATokenToKVPoolAllocator
+from kvcore import (
+    GeometryError,
+    HiSparseTokenToKVPoolAllocator,
+    SWAKVPool,
+    SWATokenToKVPoolAllocator,
+)
 from kvcore.errors import IndexTensorError
 
 
@@ -354,3 +360,45 @@ def test_resize_wants_both_sizes_once(hybrid: Any, refuses: Any) -> None:
     refuses(hybrid, GeometryError, hybrid.resize, size=8)
     refuses(hybrid, GeometryError, hybrid.resize, config, size=8, size_swa=8)
     refuses(hybrid, GeometryError, hybrid.resize, size=8, size_swa=0)
+
+
+# -- numbers -----------------------------------------------------------------------------------
+
+NO_INTEGERS = [4.0, "4", True, torch.tensor(4), None]
+
+
+@pytest.mark.parametrize("number", NO_INTEGERS, ids=str)
+def test_only_integers_are_numbers_of_tokens(number: Any, refuses: Any, laws: Any) -> None:
+    hybrid = laws.make_hybrid(4, validate=True)
+    kind = type(number).__name__
+    message = refuses(hybrid, GeometryError, hybrid.alloc, number)
+    assert message == f"alloc: expected an integer need_size, got {kind}"
+    empty, total = torch.tensor([0]), torch.tensor([4])
+    batch = (empty, empty, total, total, empty - 1)
+    message = refuses(hybrid, GeometryError, hybrid.alloc_extend, *batch, number)
+    assert message == f"alloc_extend: expected an integer extend_num_tokens, got {kind}"
+    tail = hybrid.alloc_extend_swa_tail
+    message = refuses(hybrid, GeometryError, tail, *batch, 4, number)
+    assert message == f"alloc_extend_swa_tail: expected an integer swa_tail_len, got {kind}"
+    if number is not None:
+        refuses(hybrid, GeometryError, tail, *batch, 4, 4, swa_tail_end=number)
+    refuses(hybrid, GeometryError, hybrid.resize, size=8, size_swa=number)
+
+
+@pytest.mark.parametrize("number", NO_INTEGERS, ids=str)
+def test_only_integers_are_sizes(number: Any) -> None:
+    rest = (torch.float16, "cpu", None, False)
+    for sizes in ((number, 16, 4), (16, number, 4), (16, 16, number)):
+        with pytest.raises(GeometryError, match=r"^constructor: expected an integer"):
+            SWATokenToKVPoolAllocator(*sizes, *rest)
+    for ratio in (1.5, number):
+        with pytest.raises(GeometryError, match="expected an integer host_to_device_ratio"):
+            HiSparseTokenToKVPoolAllocator(16, 4, *rest, ratio)
+
+
+def test_the_integers_of_numpy_are_integers(laws: Any) -> None:
+    hybrid = laws.make_hybrid(4)
+    hybrid.resize(size=np.int64(16), size_swa=np.int32(8))
+    assert type(hybrid.size_full) is type(hybrid.size_swa) is int
+    assert hybrid.alloc(np.int64(4)) is not None
+    assert hybrid.alloc(10**30 * 4) is None

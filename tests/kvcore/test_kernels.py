@@ -63,6 +63,8 @@ def test_a_cuda_device_gets_tritons_kernels() -> None:
 def test_the_environment_decides_when_an_allocator_is_built(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # As if the interpreter had been asked for; the kernels are not run.
+    monkeypatch.setattr("kvcore.kernels.triton_slots.INTERPRETED", True)
     monkeypatch.setenv("KVCORE_KERNELS", "Triton")
     assert type(kernels_for(CPU)).__name__ == "TritonSlots"
     allocator = TokenToKVPoolAllocator(4, torch.float16, "cpu", None, False)
@@ -82,6 +84,18 @@ def test_triton_is_not_chosen_where_it_is_missing(monkeypatch: pytest.MonkeyPatc
     monkeypatch.delitem(sys.modules, "kvcore.kernels.triton_slots", raising=False)
     with pytest.raises(ImportError, match="triton"):
         kernels_for(CPU, "triton")
+
+
+@needs_triton
+def test_triton_is_not_chosen_on_a_cpu_without_its_interpreter() -> None:
+    program = (
+        "import torch, kvcore\n"
+        "try: kvcore.TokenToKVPoolAllocator(4, torch.float16, 'cpu', None, False)\n"
+        "except ValueError as error: print(error)\n"
+    )
+    printed = run_python("-c", program, KVCORE_KERNELS="triton", TRITON_INTERPRET="0")
+    assert printed.startswith("KVCORE_KERNELS: triton on a CPU; expected TRITON_INTERPRET=1")
+    assert run_python("-c", program, KVCORE_KERNELS="triton", TRITON_INTERPRET="1") == ""
 
 
 def test_the_core_works_without_triton_and_does_not_import_it() -> None:

@@ -96,6 +96,7 @@ def leaves(laws: Any) -> Callable[..., str]:
 def test_attributes_carry_the_names_of_a_hybrid(sliding: Any) -> None:
     page = sliding.page_size
     assert sliding.size == sliding.size_full == sliding.size_swa == PAGES * page
+    assert sliding.queued_peer_slots.tolist() == []
     assert sliding.full_attn_allocator is sliding.swa_attn_allocator
     sliding.alloc(3 * page)
     assert sliding.available_size() == 5 * page

@@ -13,7 +13,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvcore import DoubleFreeError
+from kvcore import DoubleFreeError, GeometryError, PureSWATokenToKVPoolAllocator
 
 WAITS = frozenset(
     {
@@ -227,3 +227,43 @@ def test_a_segment_that_cannot_fit_is_refused_before_anything_changes(
     foreign = torch.cat((other, row))
     refuses(allocator, DoubleFreeError, getattr(allocator, name), foreign, start_pos=0)
     laws.check_hybrid(allocator, laws.pages_of(other, page_size))
+
+
+# -- what errors say ---------------------------------------------------------------------------
+
+
+def make_pure(page_size: int) -> PureSWATokenToKVPoolAllocator:
+    return PureSWATokenToKVPoolAllocator(
+        8 * page_size, page_size, torch.float16, "cpu", None, False, validate=True
+    )
+
+
+@pytest.mark.parametrize("side", ["", "swa_", "full_"])
+def test_errors_name_the_call_whether_of_one_piece_or_of_several(side: str, laws: Any) -> None:
+    hybrid, single = laws.make_hybrid(4, validate=True), laws.make_single(4, validate=True)
+    pure = make_pure(4)
+    askew = torch.tensor([5])
+    one, several = f"free_{side}segment", f"free_{side}segments"
+    for allocator in (hybrid, pure) if side == "swa_" else (hybrid, pure, single):
+        allocator.alloc(4)
+        for start in (1, 0.0, 0):
+            with pytest.raises(GeometryError, match=f"^{one}: ") as caught:
+                getattr(allocator, one)(askew, start_pos=start)
+            with pytest.raises(GeometryError, match=f"^{several}: ") as of_several:
+                getattr(allocator, several)([(askew, start)])
+            assert str(caught.value)[len(one) :] == str(of_several.value)[len(several) :]
+        with pytest.raises(GeometryError, match=f"^{several}: expected segments"):
+            getattr(allocator, several)([askew])
+
+
+def test_a_sliding_pool_looks_at_segments_that_it_does_not_free(laws: Any) -> None:
+    pure = make_pure(4)
+    row = pure.alloc(8)
+    assert row is not None
+    pure.free_swa(row)
+    pure.free_full_segments([(row[:4], 0), (row[4:], 4)])
+    with pytest.raises(DoubleFreeError, match=r"^free_full_segments: SWA pages named more than"):
+        pure.free_full_segments([(row[:4], 0), (row[:4], 4)])
+    with pytest.raises(GeometryError, match=r"^free_full_segment: segment that does not run"):
+        pure.free_full_segment(row.flip(0), start_pos=0)
+    laws.check_single(pure.swa_attn_allocator, [])

@@ -5,7 +5,13 @@ from typing import Any
 import pytest
 import torch
 
-from kvcore import DeadPeerError, GeometryError, LivePeerError
+from kvcore import (
+    DeadPeerError,
+    GeometryError,
+    InvalidSlotError,
+    LivePeerError,
+    PureSWATokenToKVPoolAllocator,
+)
 
 
 def tail_call(
@@ -285,3 +291,10 @@ def test_a_page_with_peers_at_its_front_has_a_live_peer(laws: Any, refuses: Any)
     swa = allocator.swa_attn_allocator.alloc(4)
     refuses(allocator, LivePeerError, allocator.free_full, row[2:])
     refuses(allocator, LivePeerError, allocator.set_full_to_swa_mapping, row[2:], swa[2:])
+
+
+def test_a_tail_of_a_sliding_pool_names_itself_in_errors() -> None:
+    pure = PureSWATokenToKVPoolAllocator(16, 4, torch.float16, "cpu", None, False, validate=True)
+    prefix, total, unlent = torch.tensor([4]), torch.tensor([8]), torch.tensor([7])
+    with pytest.raises(InvalidSlotError, match=r"^alloc_extend_swa_tail: "):
+        pure.alloc_extend_swa_tail(prefix, prefix, total, total, unlent, 4, 4)

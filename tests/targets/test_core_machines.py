@@ -6,6 +6,7 @@ Leaves out what hybrid and single pools do (test_core_target.py), the request po
 whether answers are right: that is judged by model and laws.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,8 +21,8 @@ from kvcore.invariants import Run, Skipped
 from kvcore.models import Done, Geometry, Lent, Raised, Refused, ops
 from kvcore.models.ops import OP_KINDS, Op
 from kvcore.targets.core import CoreParts, core_target
-from kvcore.targets.core_dialects import CPU, PureDialect
-from kvcore.targets.core_sparse import HiSparseDialect
+from kvcore.targets.core_dialects import CPU, HybridDialect, PureDialect
+from kvcore.targets.core_sparse import CompressedDialect, HiSparseDialect
 from kvcore.targets.driver import AllocatorTarget
 
 torch.set_num_threads(1)
@@ -106,6 +107,7 @@ def test_a_sliding_pool_answers_no_peers_and_shows_the_identity() -> None:
     target = core_target(PURE)
     assert lent(target, ops.Alloc(1, 2)).peers == ()
     assert host(target).mapping == [*range(36), -1]
+    assert host(target).swa_free == []
     answers = host(target).answers
     assert answers.available == answers.full_available == answers.swa_available == 24
 
@@ -248,6 +250,18 @@ def test_device_pages_that_wait_in_the_group_are_in_the_view() -> None:
         assert host(target).pending[2] == []
 
 
+@pytest.mark.parametrize("geometry", [Geometry(4, 8, 6), COMPRESSED], ids=Geometry.describe)
+def test_what_waits_in_the_group_is_in_the_view_side_by_side(geometry: Geometry) -> None:
+    run = Run(core_target(geometry))
+    for op in (ops.Alloc(1, 2), ops.Alloc(2, 1), ops.Alloc(3, 1), ops.GroupBegin()):
+        run.step(op)
+    for op in (ops.FreeSwa(1, 1, 2), ops.Free(2), ops.Recover(1, 3, True, 1, 1, 0)):
+        assert run.step(op) == Done()
+        full, swa = run.target.view(stamps=True).host().pending[:2]
+        assert sorted(full) == sorted(run.model.full.pending)
+        assert sorted(swa) == sorted(run.model.swa.pending)
+
+
 def test_a_clear_drops_buffers_and_device_slots() -> None:
     for geometry in (SPARSE, COMPRESSED):
         keeps_every_law(
@@ -317,6 +331,28 @@ def test_calls_that_join_two_sides_are_type_errors_on_one_pool(dialect: Any) -> 
     for call in calls:
         with pytest.raises(TypeError, match="a single pool has no"):
             call()
+
+
+class Calls:
+    """An allocator that only notes what is called."""
+
+    page_size = 4
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *args, **options: self.names.append(name)
+
+
+@pytest.mark.parametrize("dialect", [HybridDialect, PureDialect, CompressedDialect])
+@pytest.mark.parametrize("kind", ["free", "free_swa", "free_full"])
+def test_each_form_is_a_call_of_its_own(dialect: Any, kind: str) -> None:
+    calls = Calls()
+    free = getattr(dialect(calls, CPU), kind)
+    for form in ("slots", "sparse", "segment", "segments"):
+        free(torch.tensor([4, 5, 6, 7, 8]), form, 0)
+    assert calls.names == [kind, kind, f"{kind}_segment", f"{kind}_segments"]
 
 
 @pytest.mark.parametrize("form", ["slots", "segment", "segments"])

@@ -178,6 +178,10 @@ def test_retraction_through_requests_keeps_every_law(geometry: Geometry, moved: 
     )
 
 
+def test_what_a_retracted_request_gave_up_is_known() -> None:
+    keeps_every_law(REQUESTS, ops.Alloc(1, 2), ops.Retract(1, 1), ops.Hostile("free_again", 1))
+
+
 def test_hisparse_pools_have_requests_without_retraction() -> None:
     for geometry in (
         Geometry(4, 8, device_pages=4, requests=2),

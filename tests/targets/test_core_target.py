@@ -152,6 +152,7 @@ def test_a_refused_restore_can_be_asked_again() -> None:
         ops.Free(1, form="segments"),
         ops.FreeSwa(1, form="segment"),
         ops.FreeSwa(1, form="sparse"),
+        ops.FreeSwa(1, form="segments"),
         ops.FreeFull(3, form="slots"),
         ops.FreeFull(3, form="segment"),
         ops.FreeFull(3, form="segments"),

@@ -12,6 +12,7 @@ from kvcore.models.ops import Op
 from kvcore.targets.core import core_target
 from kvcore.targets.driver import AllocatorTarget
 from kvcore.targets.pool import INDEX_HEAD_DIM, StampedPool, build_pool
+from kvcore.targets.protocol import MHA_STREAMS
 
 torch.set_num_threads(1)
 
@@ -73,6 +74,10 @@ def test_every_kind_of_layer_has_its_streams_and_each_holds_the_stamps(
         }, stream
         # The rest is as it was when the pool was built.
         assert not any(value for slot, value in enumerate(rows) if slot and slot not in stamps)
+
+
+def test_the_streams_of_keys_and_values_are_known_to_whoever_has_no_pool_to_ask() -> None:
+    assert core_target(Geometry(4, 8, 6)).view(stamps=True).streams == MHA_STREAMS
 
 
 def test_a_stamp_of_index_k_is_in_the_bytes_of_its_token_alone() -> None:

@@ -234,6 +234,24 @@ def test_the_last_device_slot_follows_from_the_last_slot(
 # -- returning -------------------------------------------------------------------------------------
 
 
+def test_errors_name_the_operation_that_was_called(page4: Any) -> None:
+    allocator = page4.allocator
+    never_lent = torch.tensor([4])
+    for name in ("free", "free_full", "free_hisparse"):
+        message = page4.refuses(DoubleFreeError, getattr(allocator, name), never_lent)
+        assert message.startswith(f"{name}: ")
+    for name in ("free_segment", "free_full_segment"):
+        message = page4.refuses(GeometryError, getattr(allocator, name), never_lent, start_pos=1)
+        assert message.startswith(f"{name}: ")
+    for name in ("free_segments", "free_full_segments"):
+        message = page4.refuses(GeometryError, getattr(allocator, name), [(never_lent, 1)])
+        assert message.startswith(f"{name}: ")
+    shrinking, unlent = page4.batch([torch.arange(4, 6)], [1]), page4.batch([never_lent], [2])
+    for batch, error in ((shrinking, GeometryError), (unlent, InvalidSlotError)):
+        message = page4.refuses(error, allocator.alloc_logical_only, *batch)
+        assert message.startswith("alloc_logical_only: ")
+
+
 def test_freeing_the_device_side_keeps_the_row(bench: Any, kind: Any, allocator: Any) -> None:
     page = kind.page_size
     row = bench.new_row(3 * page)
