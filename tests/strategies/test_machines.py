@@ -140,7 +140,8 @@ def test_programs_keep_every_law_and_apply_every_kind_of_op(name: str, target: s
     plan = WalkPlan(PAGE_SIZES, name)
     applied: Counter[str] = Counter()
     named: set[str] = set()
-    for _ in range(PROGRAMS):
+    # Of the memory saver's pools few have device slots, and those have ops of their own.
+    for _ in range(PROGRAMS * (3 if name == "memory saver" else 1)):
         geometry, _ = plan.draw(rng)
         run = Run(open_target(target)(geometry), period=8)
         verdict = drive(run, Walker(rng, STEPS))
