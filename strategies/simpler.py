@@ -152,20 +152,26 @@ def simpler(op: Op, size: int, known: Sequence[int]) -> Iterator[Op]:
             for fewer in _fewer(op.size):
                 yield replace(op, size=fewer)
         case ops.PagesOp():
-            if op.start or op.stop is not None:
-                yield replace(op, start=0, stop=None)
-            if op.start:
-                yield replace(op, start=0, stop=None if op.stop is None else op.stop - op.start)
-            if op.stop is not None and op.stop - op.start > 1:
-                yield replace(op, stop=op.start + 1)
-                yield replace(op, start=op.stop - 1)
-            if op.form != "slots":
-                yield replace(op, form="slots")
+            yield from _simpler_span(op)
     match op:
         case ops.Alloc() | ops.Extend() | ops.Decode() if op.overwrite:
             yield replace(op, overwrite=False)
         case ops.PagesOp() if op.overwrite:
             yield replace(op, overwrite=False)
+
+
+def _simpler_span(op: ops.PagesOp) -> Iterator[Op]:
+    """Other pages of the row, and the plain form."""
+    replace = msgspec.structs.replace
+    if op.start or op.stop is not None:
+        yield replace(op, start=0, stop=None)
+    if op.start:
+        yield replace(op, start=0, stop=None if op.stop is None else op.stop - op.start)
+    if op.stop is not None and op.stop - op.start > 1:
+        yield replace(op, stop=op.start + 1)
+        yield replace(op, start=op.stop - 1)
+    if op.form != "slots":
+        yield replace(op, form="slots")
 
 
 def _fewer(count: int) -> Iterator[int]:
