@@ -218,7 +218,14 @@ def renumber(program: Program) -> Program:
                 return replace(op, buffer=buffers.setdefault(op.buffer, len(buffers) + 1))
             case ops.Reserve() | ops.Drop():
                 return replace(op, region=regions.setdefault(op.region, len(regions) + 1))
-            case ops.Alloc() | ops.SwaTail() | ops.PagesOp() | ops.LoadBack() | ops.LoadBackSwa():
+            case (
+                ops.Alloc()
+                | ops.SwaTail()
+                | ops.PagesOp()
+                | ops.LoadBack()
+                | ops.LoadBackSwa()
+                | ops.Relocate()
+            ):
                 return replace(op, seq=row(op.seq))
             case _:
                 return op

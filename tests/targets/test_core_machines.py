@@ -24,6 +24,7 @@ from kvcore.targets.core import CoreParts, core_target
 from kvcore.targets.core_dialects import CPU, HybridDialect, PureDialect
 from kvcore.targets.core_sparse import CompressedDialect, HiSparseDialect
 from kvcore.targets.driver import AllocatorTarget
+from kvcore.targets.protocol import UnsupportedGeometry
 
 torch.set_num_threads(1)
 
@@ -244,7 +245,9 @@ def test_device_pages_that_wait_in_the_group_are_in_the_view() -> None:
         taken = geometry.device_pages - len(host(target).device_free)
         target.apply(ops.GroupBegin())
         assert target.apply(ops.FreeDevice(1)) == Done()
-        assert len(host(target).pending[2]) == taken == 1
+        full, swa, device = host(target).pending
+        assert (full, swa) == ([], [])
+        assert len(device) == taken == 1
         assert target.view(stamps=False).host().pending == ()
         target.apply(ops.GroupEnd())
         assert host(target).pending[2] == []
@@ -287,6 +290,11 @@ def test_a_paused_pools_device_slots_come_back_zero_too() -> None:
 
 
 # What a core target is made of.
+
+
+def test_device_entries_are_one_for_each_token_or_for_four() -> None:
+    with pytest.raises(UnsupportedGeometry, match="1 or 4 tokens, got compress 2"):
+        core_target(Geometry(4, 8, 6, device_pages=4, compress=2))
 
 
 def test_each_kind_of_pools_is_built_from_its_own_part() -> None:

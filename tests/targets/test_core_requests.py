@@ -59,6 +59,7 @@ def test_a_new_sequence_answers_the_row_that_it_took() -> None:
     assert lent(target, ops.Decode((1, 2))).requests == ()
     assert host(target).request_free == []
     assert host(target).answers.requests_available == 0
+    assert target.view(stamps=False).host().request_rows == []
 
 
 def test_the_table_holds_the_slots_of_every_live_row() -> None:

@@ -374,6 +374,20 @@ def test_an_error_becomes_an_answer_with_its_bases_and_first_line() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "answer", [[4, 5, 6, 7], torch.ones(4), torch.ones((2, 2), dtype=torch.int64)], ids=str
+)
+def test_an_answer_that_is_no_vector_of_slots_is_an_error(answer: Any) -> None:
+    class Odd(SWATokenToKVPoolAllocator):
+        def alloc(self, need_size: int) -> torch.Tensor | None:
+            return answer
+
+    told = core_target(HYBRID, parts=CoreParts(hybrid=Odd)).apply(ops.Alloc(1, 1))
+    assert isinstance(told, Raised)
+    assert told.kind == "TypeError"
+    assert "expected a vector of integer slots" in told.message
+
+
 def test_an_interrupt_is_no_answer() -> None:
     def interrupt() -> None:
         raise KeyboardInterrupt
