@@ -190,14 +190,18 @@ class Run:
 
     def _probing_ops(self, seq: int) -> Iterator[Op]:
         """Law L7 by deed: all that is said to be free can be lent, and then no page more; where the
-        full pool is the larger one, all of it too."""
+        logical or the full pool is the larger one, all of it too."""
         geometry = self.model.geometry
-        pages = min(geometry.full_pages, geometry.swa_pages or geometry.full_pages)
+        logical = min(geometry.full_pages, geometry.swa_pages or geometry.full_pages)
+        pages = min(logical, geometry.device_pages or logical)
         yield ops.Extend(((seq, pages * geometry.page_size),))
-        yield ops.Extend(((seq + 1, 1),))
+        yield ops.Extend(((seq + 1, 1 if pages == logical else geometry.page_size),))
         yield from self._closing_ops()
-        if geometry.full_pages > pages:
-            yield ops.LoadBack(seq + 2, geometry.full_pages, pages)
+        if logical > pages:
+            yield ops.ExtendLogical(((seq + 2, logical * geometry.page_size),))
+            yield from self._closing_ops()
+        if geometry.full_pages > logical:
+            yield ops.LoadBack(seq + 3, geometry.full_pages, logical)
 
     def _perform(self, op: Op, kind: str, *, drained: bool) -> Outcome:
         before = self._view_before(op)

@@ -10,7 +10,7 @@ import msgspec
 
 class Lent(msgspec.Struct, frozen=True, tag="lent", omit_defaults=True):
     """Slots were lent: ``slots`` in the order of the answer, ``peers`` the SWA slot of each (0
-    where it has none), read right after the call; empty for a pool without an SWA side.
+    where it has none), read right after the call; empty for a pool in which nothing slides.
 
     ``device``: the same for device slots, where there are any; 0 also for a token that has no entry
     of its own. ``requests``: request rows that were taken, one a new sequence, in order. The answer

@@ -102,6 +102,8 @@ class Model(Books):
         slots = list(outcome.slots)
         peers = list(outcome.peers) if hybrid else [0] * len(slots)
         device = list(outcome.device) if sparse else []
+        if self.geometry.pure_swa and outcome.peers and list(outcome.peers) != slots:
+            self._reject("L4", f"every slot its own peer: {slots[:8]}", f"{outcome.peers[:8]}")
         if len(slots) != tokens or len(peers) != tokens or len(device) != tokens * sparse:
             seen = f"{len(slots)} slots, {len(peers)} peers, {len(device)} device slots"
             self._reject("layout", f"{tokens} slots", seen)
@@ -264,6 +266,7 @@ class Model(Books):
             row.pages.append(new)
         for page in old:
             self._detach(page, deferred=self.group_open)
+            self._detach_device(page, deferred=self.group_open)
             self.full.release(page.full, deferred=self.group_open)
         self.ghosts[op.seq] = tuple(page.full for page in old)
 

@@ -168,7 +168,8 @@ def _lent(op: ops.Op, lent: Lent, geometry: Geometry) -> Iterator[str]:
         yield f"device {ranges(slot // entries for slot in lent.slots)}"
         return
     yield f"full {ranges(slot // geometry.page_size for slot in lent.slots)}"
-    if peers := {peer // geometry.page_size for peer in lent.peers if peer}:
+    peers = {peer // geometry.page_size for peer in lent.peers if peer}
+    if peers and geometry.hybrid:
         yield f"SWA {ranges(peers)}"
     if device := {slot // entries for slot in lent.device if slot}:
         yield f"device {ranges(device)}"

@@ -162,12 +162,41 @@ class SingleDialect(Unpaired[SinglePoolAllocator]):
         return Answers(room, room, 0)
 
 
+SlidingT = TypeVar(
+    "SlidingT",
+    bound=SWATokenToKVPoolAllocator
+    | CompressedHiSparseTokenToKVPoolAllocator
+    | PureSWATokenToKVPoolAllocator,
+)
+
+
+class SlidingDialect(CoreDialect[SlidingT]):
+    """Calls on allocators of layers with a sliding window: their peers, in whichever pool."""
+
+    def free_swa(self, slots: Slots, form: Form, start: int) -> None:
+        """`free_swa` and its segment forms."""
+        if form == "segment":
+            self.allocator.free_swa_segment(slots, start_pos=start)
+        elif form == "segments":
+            self.allocator.free_swa_segments(self.halves(slots, start))
+        else:
+            self.allocator.free_swa(slots)
+
+    def peers(self, slots: Slots) -> Slots:
+        """`translate_loc_from_full_to_swa`."""
+        return self.allocator.translate_loc_from_full_to_swa(slots)
+
+    def mapping(self) -> torch.Tensor:
+        """`full_to_swa_index_mapping`."""
+        return self.allocator.full_to_swa_index_mapping
+
+
 HybridT = TypeVar(
     "HybridT", bound=SWATokenToKVPoolAllocator | CompressedHiSparseTokenToKVPoolAllocator
 )
 
 
-class PairedDialect(CoreDialect[HybridT]):
+class PairedDialect(SlidingDialect[HybridT]):
     """Calls on a hybrid allocator and on what wraps one."""
 
     def swa_tail(
@@ -180,15 +209,6 @@ class PairedDialect(CoreDialect[HybridT]):
         return self.allocator.alloc_extend_swa_tail(
             *prefix, *seq, last_loc, after - before, tail, swa_tail_end=after - beyond
         )
-
-    def free_swa(self, slots: Slots, form: Form, start: int) -> None:
-        """`free_swa` and its segment form."""
-        if form == "segment":
-            self.allocator.free_swa_segment(slots, start_pos=start)
-        elif form == "segments":
-            self.allocator.free_swa_segments(self.halves(slots, start))
-        else:
-            self.allocator.free_swa(slots)
 
     def recover(self, kept: Slots, incoming: Slots) -> None:
         """`recover_tombstone`."""
@@ -206,10 +226,6 @@ class PairedDialect(CoreDialect[HybridT]):
         """`set_full_to_swa_mapping`."""
         self.allocator.set_full_to_swa_mapping(full, swa)
 
-    def peers(self, slots: Slots) -> Slots:
-        """`translate_loc_from_full_to_swa`."""
-        return self.allocator.translate_loc_from_full_to_swa(slots)
-
     def free_pages(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Free list and release list of each side."""
         full, swa = self.allocator.full_attn_allocator, self.allocator.swa_attn_allocator
@@ -223,10 +239,6 @@ class PairedDialect(CoreDialect[HybridT]):
         queued = whole.full_to_swa_index_mapping[slots].amax(dim=1) // whole.page_size
         swa = torch.cat([whole.swa_attn_allocator.pending_pages, queued[queued > 0]])
         return whole.full_attn_allocator.pending_pages, torch.unique(swa)
-
-    def mapping(self) -> torch.Tensor:
-        """`full_to_swa_index_mapping`."""
-        return self.allocator.full_to_swa_index_mapping
 
 
 HYBRID_QUERIES = (
@@ -271,22 +283,11 @@ class HybridDialect(PairedDialect[SWATokenToKVPoolAllocator]):
         )
 
 
-class PureDialect(Unpaired[PureSWATokenToKVPoolAllocator]):
+class PureDialect(
+    SlidingDialect[PureSWATokenToKVPoolAllocator], Unpaired[PureSWATokenToKVPoolAllocator]
+):
     """Calls on the allocator of one pool in which every layer slides. Its contract leaves out every
     op that maps anything."""
-
-    def free_swa(self, slots: Slots, form: Form, start: int) -> None:
-        """`free_swa` and its segment forms."""
-        if form == "segment":
-            self.allocator.free_swa_segment(slots, start_pos=start)
-        elif form == "segments":
-            self.allocator.free_swa_segments(self.halves(slots, start))
-        else:
-            self.allocator.free_swa(slots)
-
-    def peers(self, slots: Slots) -> Slots:
-        """`translate_loc_from_full_to_swa`: the slots themselves."""
-        return self.allocator.translate_loc_from_full_to_swa(slots)
 
     def free_pages(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Free list and release list."""
@@ -297,10 +298,6 @@ class PureDialect(Unpaired[PureSWATokenToKVPoolAllocator]):
         """Pages queued in the group."""
         pending = self.allocator.swa_attn_allocator.pending_pages
         return pending, pending[:0]
-
-    def mapping(self) -> torch.Tensor:
-        """`full_to_swa_index_mapping`: the identity."""
-        return self.allocator.full_to_swa_index_mapping
 
     def answers(self) -> Answers:
         """Capacity in slots; geometry and capacity of the whole against the pool's."""

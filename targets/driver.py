@@ -324,7 +324,7 @@ class AllocatorTarget:
         return outcome
 
     def _peers(self, slots: Slots) -> list[int]:
-        if not self.geometry.hybrid:
+        if not self.geometry.slides:
             return []
         peers: list[int] = attempt(self._dialect.peers, slots).tolist()
         return peers
@@ -374,12 +374,13 @@ class AllocatorTarget:
         slots = self._rows.span(op.seq, op.start, op.stop)
         if op.form == "sparse":
             slots = some_of_each_page(slots, size, op.seq)
-        if self.geometry.pure_swa and op.kind == "free_full" and 0 in slots:
-            # What a restored request does without names the padding page: there is nothing to give
-            # back, and nobody does.
+        # A restored request names the padding page for what its window had left behind, at the
+        # front of its row; there is nothing to give back, and nobody does.
+        missing = sum(slot < size for slot in slots) if self.geometry.pure_swa else 0
+        if missing == len(slots):
             return
-        tensor = self._tensor(slots)
-        attempt(call, tensor, op.form, op.start * size)
+        tensor = self._tensor(slots[missing:])
+        attempt(call, tensor, op.form, op.start * size + missing)
         if op.overwrite:
             tensor.fill_(SCRIBBLE)
 

@@ -280,7 +280,7 @@ def test_skipping_layers_stand_behind_the_index_size_in_the_fields_order() -> No
     )
     assert [len(buffer) for buffer in pool.index_k_with_scale_buffer] == [0, 16 // PAGE + 1]
     with pytest.raises(GeometryError, match="skip_topk_layers 1"):
-        DSATokenToKVPool(SIZE, PAGE, 4, torch.float32, 2, 2, "cpu", 128, False, 6, 0, 1, 16, 1)  # type: ignore[arg-type]
+        DSATokenToKVPool(SIZE, PAGE, 4, torch.float32, 2, 2, "cpu", 128, False, 6, 0, 1, 16, 1)
 
 
 def test_index_keys_beyond_the_latent_rows_are_written_where_there_are_some() -> None:

@@ -133,14 +133,14 @@ def test_a_freed_request_holds_no_row() -> None:
 
 BAD_ROWS: dict[str, tuple[type[KVCacheError], Callable[[ReqToTokenPool, int, int], object]]] = {
     "negative number": (GeometryError, lambda pool, held, free: pool.alloc(-1)),
-    "a float number": (GeometryError, lambda pool, held, free: pool.alloc(2.0)),  # type: ignore[arg-type]
+    "a float number": (GeometryError, lambda pool, held, free: pool.alloc(2.0)),
     "a tensor of numbers": (
         GeometryError,
         lambda pool, held, free: pool.alloc(ints(1, 1)),
     ),
     "a float number of rows": (
         GeometryError,
-        lambda pool, held, free: pool.alloc_rows(1.0),  # type: ignore[arg-type]
+        lambda pool, held, free: pool.alloc_rows(1.0),
     ),
     "a row claimed twice": (
         InvalidSlotError,
@@ -148,16 +148,16 @@ BAD_ROWS: dict[str, tuple[type[KVCacheError], Callable[[ReqToTokenPool, int, int
     ),
     "free a float": (
         InvalidSlotError,
-        lambda pool, held, free: pool.free_rows([held + 0.5]),  # type: ignore[list-item]
+        lambda pool, held, free: pool.free_rows([held + 0.5]),
     ),
     "free a name": (
         InvalidSlotError,
-        lambda pool, held, free: pool.free_rows(str(held)),  # type: ignore[arg-type]
+        lambda pool, held, free: pool.free_rows(str(held)),
     ),
     "free a huge row": (InvalidSlotError, lambda pool, held, free: pool.free_rows([2**70])),
     "read a float": (
         GeometryError,
-        lambda pool, held, free: pool.row(held, 1.0),  # type: ignore[arg-type]
+        lambda pool, held, free: pool.row(held, 1.0),
     ),
     "negative rows": (GeometryError, lambda pool, held, free: pool.alloc_rows(-1)),
     "claimed row": (
@@ -210,12 +210,12 @@ def test_a_rejected_call_names_its_own_operation(
 
 
 def test_numbers_may_be_of_any_integer_type() -> None:
-    pool = ReqToTokenPool(np.int64(SIZE), np.int32(CONTEXT), "cpu", False)  # type: ignore[arg-type]
+    pool = ReqToTokenPool(np.int64(SIZE), np.int32(CONTEXT), "cpu", False)
     rows = pool.alloc(np.int64(2))
     assert rows is not None
     assert all(type(row) is int for row in rows)
     row = np.int64(rows[0])
-    pool.write((row, slice(np.int64(0), np.int64(2))), ints(5, 6))  # type: ignore[arg-type]
+    pool.write((row, slice(np.int64(0), np.int64(2))), ints(5, 6))
     assert pool.row(row, np.int64(2)).tolist() == [5, 6]
     pool.free_rows(np.array(rows))
     assert sorted(pool.free_slots) == list(range(1, SIZE + 1))

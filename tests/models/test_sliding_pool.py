@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvcore.models import Contract, ops
+from kvcore.models import Contract, Lent, Mismatch, ops
 from kvcore.models.ops import Op
 from kvcore.models.state import UNKNOWN
 
@@ -180,3 +180,10 @@ def test_a_clear_forgets_what_went(books: Any, partition: Any) -> None:
     assert books.model.full.free == set(range(1, 9))
     assert books.model.detached == {}
     partition(books)
+
+
+def test_a_slot_that_is_not_its_own_peer_is_rejected(books: Any) -> None:
+    slots = tuple(range(4, 8))
+    with pytest.raises(Mismatch, match="L4: expected every slot its own peer"):
+        books.model.accept(ops.Alloc(1, 1), Lent(slots, (*slots[:-1], 0)))
+    books.model.accept(ops.Alloc(1, 1), Lent(slots, slots))

@@ -33,7 +33,7 @@ SUITE = hypothesis_settings(PROFILES[os.environ.get("KVCORE_PROFILE", "ci")])
 @pytest.mark.parametrize("source", ["machine", "program"])
 def test_a_known_fault_is_found(source: str) -> None:
     burst = run_burst(
-        source,  # type: ignore[arg-type]
+        source,
         open_target("fault:deferred-peer-lookup"),
         WalkPlan((1, 4)),
         seed=0,
@@ -48,7 +48,7 @@ def test_a_known_fault_is_found(source: str) -> None:
 def test_one_seed_gives_the_same_programs(source: str) -> None:
     def tally() -> object:
         return run_burst(
-            source,  # type: ignore[arg-type]
+            source,
             core_target,
             WalkPlan((2,)),
             seed=11,
@@ -104,12 +104,12 @@ def test_the_ci_profile_is_derandomised_and_keeps_no_database() -> None:
     assert not hypothesis_settings(PROFILES["nightly"]).derandomize
 
 
-class TestHybridAllocator(machine_for(core_target, GEOMETRIES, name="HybridAllocator").TestCase):  # type: ignore[misc]
+class TestHybridAllocator(machine_for(core_target, GEOMETRIES, name="HybridAllocator").TestCase):
     settings = SUITE
 
 
 class TestSinglePoolAllocator(
-    machine_for(  # type: ignore[misc]
+    machine_for(
         core_target,
         [Geometry(page_size=1, full_pages=8), Geometry(page_size=4, full_pages=8, need_sort=True)],
         name="SinglePoolAllocator",

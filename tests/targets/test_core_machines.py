@@ -18,13 +18,13 @@ from kvcore import (
     ReqToTokenPool,
 )
 from kvcore.invariants import Run, Skipped
-from kvcore.models import Done, Geometry, Lent, Raised, Refused, ops
+from kvcore.models import Done, Geometry, Lent, Outcome, Raised, Refused, ops
 from kvcore.models.ops import OP_KINDS, Op
 from kvcore.targets.core import CoreParts, core_target
 from kvcore.targets.core_dialects import CPU, HybridDialect, PureDialect
 from kvcore.targets.core_sparse import CompressedDialect, HiSparseDialect
 from kvcore.targets.driver import AllocatorTarget
-from kvcore.targets.protocol import UnsupportedGeometry
+from kvcore.targets.protocol import UnsupportedGeometry, View
 
 torch.set_num_threads(1)
 
@@ -104,9 +104,10 @@ def test_a_target_without_a_saver_says_so(op: Op) -> None:
 # Every layer slides.
 
 
-def test_a_sliding_pool_answers_no_peers_and_shows_the_identity() -> None:
+def test_in_a_sliding_pool_every_slot_is_its_own_peer() -> None:
     target = core_target(PURE)
-    assert lent(target, ops.Alloc(1, 2)).peers == ()
+    answer = lent(target, ops.Alloc(1, 2))
+    assert answer.peers == answer.slots
     assert host(target).mapping == [*range(36), -1]
     assert host(target).swa_free == []
     answers = host(target).answers
@@ -381,3 +382,45 @@ def test_every_form_of_free_gives_up_both_sides(geometry: Geometry, form: Any) -
     assert target.apply(ops.Free(1, form=form)) == Done()
     assert len(host(target).full_free) == geometry.full_pages
     assert len(host(target).device_free) == geometry.device_pages
+
+
+# What is asked of every machine at its end.
+
+
+@pytest.mark.parametrize(
+    "geometry",
+    [
+        Geometry(4, 8, device_pages=4),
+        Geometry(1, 8, device_pages=8),
+        Geometry(8, 8, 6, device_pages=3, compress=4),
+        Geometry(8, 8, 12, device_pages=8, compress=4),
+    ],
+    ids=Geometry.describe,
+)
+def test_a_drain_lends_every_page_of_every_side_once(geometry: Geometry) -> None:
+    class Watched:
+        def __init__(self) -> None:
+            self.inner = core_target(geometry)
+            self.name, self.contract = self.inner.name, self.inner.contract
+            self.geometry = geometry
+            self.fullest = [0, 0, 0]
+
+        def apply(self, op: Op) -> Outcome:
+            outcome = self.inner.apply(op)
+            host = self.inner.view(stamps=False).host()
+            sides = (geometry.full_pages, geometry.swa_pages, geometry.device_pages)
+            free = (host.full_free, host.swa_free, host.device_free)
+            lent = [total - len(pages) for total, pages in zip(sides, free, strict=True)]
+            self.fullest = [max(pair) for pair in zip(self.fullest, lent, strict=True)]
+            return outcome
+
+        def view(self, *, stamps: bool) -> View:
+            return self.inner.view(stamps=stamps)
+
+        def close(self) -> None:
+            self.inner.close()
+
+    watched = Watched()
+    Run(watched).finish()
+    swa = min(geometry.full_pages, geometry.swa_pages)
+    assert watched.fullest == [geometry.full_pages, swa, geometry.device_pages]

@@ -5,6 +5,7 @@ Expected answers are those of a bare hybrid allocator that gets the same calls.
 
 import random
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -158,6 +159,14 @@ class Twins:
         ]
 
 
+BY_SLOTS = ("free", "free_swa", "free_full", "clear_full_to_swa_mapping")
+BY_SEGMENT = ("free_segment", "free_swa_segment", "free_full_segment")
+BY_SEGMENTS = ("free_segments", "free_swa_segments", "free_full_segments")
+WITHOUT_ARGUMENTS = (
+    *("free_group_begin", "free_group_end", "merge_and_sort_free", "swa_available_size"),
+)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_the_same_calls_have_the_same_answers(compressed: Any, need_sort: bool, seed: int) -> None:
     """L9, right calls and wrong ones: rows are also named after they were freed."""
@@ -209,9 +218,6 @@ def test_the_same_calls_have_the_same_answers(compressed: Any, need_sort: bool, 
         if lent[0] is not None:
             twins.call("set_full_to_swa_mapping", full, lent[0][: len(full)])
 
-    names = ["free", "free_swa", "free_full", "clear_full_to_swa_mapping"]
-    segments = ["free_segment", "free_swa_segment", "free_full_segment"]
-    several = ["free_segments", "free_swa_segments", "free_full_segments"]
     calls: list[Callable[[], object]] = [
         lambda: keep(twins.call("alloc", choose.randint(0, 2) * page)),
         extended,
@@ -220,15 +226,11 @@ def test_the_same_calls_have_the_same_answers(compressed: Any, need_sort: bool, 
         tailed,
         recovered,
         paired,
-        lambda: twins.call(choose.choice(names), row()),
-        lambda: twins.call(choose.choice(names), row()),
-        lambda: twins.call(choose.choice(segments), row(), start_pos=0),
-        lambda: twins.call(choose.choice(several), [(row()[:page], 0), (row()[page:], page)]),
+        *[lambda: twins.call(choose.choice(BY_SLOTS), row())] * 2,
+        lambda: twins.call(choose.choice(BY_SEGMENT), row(), start_pos=0),
+        lambda: twins.call(choose.choice(BY_SEGMENTS), [(row()[:page], 0), (row()[page:], page)]),
         lambda: twins.call("translate_loc_from_full_to_swa", row()),
-        lambda: twins.call("free_group_begin"),
-        lambda: twins.call("free_group_end"),
-        lambda: twins.call("merge_and_sort_free"),
-        lambda: twins.call("swa_available_size"),
+        *(partial(twins.call, name) for name in WITHOUT_ARGUMENTS),
     ]
     for _ in range(400):
         choose.choice(calls)()
