@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         TokenToKVPoolAllocator,
     )
     from kvcore.errors import (
+        CacheStateError,
         DeadPeerError,
         DoubleFreeError,
         FreeGroupError,
@@ -30,9 +31,11 @@ if TYPE_CHECKING:
         InvalidSlotError,
         KVCacheError,
         LivePeerError,
+        LockError,
         MappingError,
         PausedPoolError,
         PendingFreeError,
+        RequestStateError,
         SaverMemoryError,
         SaverUnavailableError,
         UnknownTagError,
@@ -50,6 +53,22 @@ if TYPE_CHECKING:
         SWAKVPool,
         build_kv_pool,
     )
+    from kvcore.prefix_cache import (
+        CacheAllocator,
+        CacheCounters,
+        CachedRequest,
+        DecLockRefResult,
+        EvictParams,
+        EvictResult,
+        IncLockRefResult,
+        InsertParams,
+        InsertResult,
+        MatchPrefixParams,
+        MatchResult,
+        RadixKey,
+        TreeNode,
+        UnifiedRadixCache,
+    )
     from kvcore.requests import ReqToTokenPool
     from kvcore.retraction import Request, Retraction, RetractionBackup
     from kvcore.saver import (
@@ -59,56 +78,99 @@ if TYPE_CHECKING:
         NoMemorySaver,
         Region,
     )
+    from kvcore.serving import HostPrefix, PrefixLoad, ServingRequest
 
 _layout.guard()
 
 __all__ = [
     "BaseTokenToKVPoolAllocator",
+    "CacheAllocator",
+    "CacheCounters",
+    "CacheStateError",
+    "CachedRequest",
     "CompressedHiSparseTokenToKVPoolAllocator",
     "CompressedKVPool",
     "CudaMemorySaver",
     "DSALayers",
     "DSATokenToKVPool",
     "DeadPeerError",
+    "DecLockRefResult",
     "DoubleFreeError",
+    "EvictParams",
+    "EvictResult",
     "FreeGroupError",
     "GeometryError",
     "HiSparseKVPool",
     "HiSparseTokenToKVPoolAllocator",
     "HostMemorySaver",
+    "HostPrefix",
+    "IncLockRefResult",
     "IndexTensorError",
+    "InsertParams",
+    "InsertResult",
     "InvalidSlotError",
     "KVCacheError",
     "KVPoolSpec",
     "LivePeerError",
+    "LockError",
     "MHALayers",
     "MHATokenToKVPool",
     "MLALayers",
     "MLATokenToKVPool",
     "MappingError",
+    "MatchPrefixParams",
+    "MatchResult",
     "MemorySaver",
     "NoMemorySaver",
     "PagedTokenToKVPoolAllocator",
     "PausedPoolError",
     "PendingFreeError",
+    "PrefixLoad",
     "PureSWATokenToKVPoolAllocator",
+    "RadixKey",
     "Region",
     "ReqToTokenPool",
     "Request",
+    "RequestStateError",
     "Retraction",
     "RetractionBackup",
     "SWAKVPool",
     "SWATokenToKVPoolAllocator",
     "SaverMemoryError",
     "SaverUnavailableError",
+    "ServingRequest",
     "TokenToKVPoolAllocator",
+    "TreeNode",
+    "UnifiedRadixCache",
     "UnknownTagError",
     "build_kv_pool",
 ]
 
 
+_PREFIX_CACHE = frozenset(
+    (
+        "CacheAllocator",
+        "CacheCounters",
+        "CachedRequest",
+        "DecLockRefResult",
+        "EvictParams",
+        "EvictResult",
+        "IncLockRefResult",
+        "InsertParams",
+        "InsertResult",
+        "MatchPrefixParams",
+        "MatchResult",
+        "RadixKey",
+        "TreeNode",
+        "UnifiedRadixCache",
+    )
+)
+
+
 def _home(name: str) -> str:
     """The module that defines a public name."""
+    if name in _PREFIX_CACHE:
+        return "kvcore.prefix_cache"
     if name.endswith("Allocator"):
         return "kvcore.allocator"
     if name.endswith("Error"):
@@ -117,6 +179,8 @@ def _home(name: str) -> str:
         return "kvcore.saver"
     if name in ("Request", "Retraction", "RetractionBackup"):
         return "kvcore.retraction"
+    if name in ("HostPrefix", "PrefixLoad", "ServingRequest"):
+        return "kvcore.serving"
     return "kvcore.requests" if name == "ReqToTokenPool" else "kvcore.pools"
 
 

@@ -64,3 +64,17 @@ class SaverUnavailableError(KVCacheError, RuntimeError):
 
 class SaverMemoryError(KVCacheError, MemoryError):
     """The operating system does not give the memory of a tag, or does not take it back."""
+
+
+class LockError(KVCacheError, RuntimeError):
+    """A lock of the prefix cache is released that nobody holds, or taken on a node that is not in
+    the tree, or what is locked would have to go."""
+
+
+class CacheStateError(KVCacheError, RuntimeError):
+    """The prefix cache contradicts itself: what `sanity_check` found."""
+
+
+class RequestStateError(KVCacheError, RuntimeError):
+    """A request is not ready for the call: it runs already, holds nothing, or has drafts; or a load
+    that has ended."""

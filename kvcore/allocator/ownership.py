@@ -286,12 +286,12 @@ class PeerGuard:
 
     def mark_queued(self, full_slots: torch.Tensor) -> None:
         """The peers of these slots will be released when the open group ends."""
-        peers = self._live_peers(on_host(full_slots) // self._page_size)
+        peers = self._live_peers(np.unique(on_host(full_slots) // self._page_size))
         self._swa.mark(torch.from_numpy(peers[peers > 0]), PENDING)
 
     def require_no_peer(self, operation: str, full_slots: torch.Tensor) -> None:
         """Raise LivePeerError for full slots whose SWA page would be lost."""
-        pages = on_host(full_slots) // self._page_size
+        pages = np.unique(on_host(full_slots) // self._page_size)
         refuse(
             LivePeerError,
             operation,
