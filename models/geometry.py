@@ -16,8 +16,10 @@ Attention = Literal["mha", "mla", "dsa"]
 """What the layers of the pool keep: keys and values, one latent row, or that and an index-K row."""
 
 MOST_SLOTS = 2**22
-"""More slots than a run on one machine can be meant to have; a typing error in a trace. The tables
-of a request pool count too."""
+"""More slots than a run on one machine can be meant to have; a typing error in a trace."""
+
+MOST_PLACES = 2**26
+"""The same of the table of a request pool, four bytes a place."""
 
 
 class Geometry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -33,6 +35,9 @@ class Geometry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_f
 
     ``attention`` is the kind of the pool's layers. ``requests`` above 0 means a request pool of
     that many rows, one for each live sequence. ``saver`` puts the pool under a memory saver.
+
+    ``window`` above 0 means whole requests with a prefix cache over a hybrid allocator, in layers
+    that see so many tokens; ``context`` is the longest request in tokens, 0 for twice the pool.
     """
 
     page_size: int
@@ -45,6 +50,8 @@ class Geometry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_f
     attention: Attention = "mha"
     requests: int = 0
     saver: bool = False
+    window: int = 0
+    context: int = 0
 
     def __post_init__(self) -> None:
         # Defaults are recognised by identity: what was read is written as it was.
@@ -60,6 +67,8 @@ class Geometry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_f
             "swa_pages": self.swa_pages,
             "device_pages": self.device_pages,
             "requests": self.requests,
+            "window": self.window,
+            "context": self.context,
         }
         for name, number in counts.items():
             if number < 0:
@@ -80,12 +89,17 @@ class Geometry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_f
                 f"full_pages is {self.full_pages}, expected a multiple of device_pages "
                 f"{self.device_pages}"
             )
+        if self.window and not (self.hybrid and self.requests and not (self.sparse or self.saver)):
+            raise ValueError(
+                f"window is {self.window}: a prefix cache needs swa_pages and requests, and takes "
+                "no device_pages and no saver"
+            )
         slots = (self.full_pages + self.swa_pages + self.device_pages) * self.page_size
         table = self.requests * self.context_len
-        if slots > MOST_SLOTS or table > MOST_SLOTS:
+        if slots > MOST_SLOTS or table > MOST_PLACES:
             raise ValueError(
-                f"pools of {slots} slots and a request table of {table}, expected at most "
-                f"{MOST_SLOTS} in all"
+                f"pools of {slots} slots and a request table of {table} places, expected at most "
+                f"{MOST_SLOTS} and {MOST_PLACES}"
             )
 
     @property
@@ -102,6 +116,11 @@ class Geometry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_f
     def sparse(self) -> bool:
         """Whether there are device slots under the logical ones."""
         return self.device_pages > 0
+
+    @property
+    def serves(self) -> bool:
+        """Whether programs are of whole requests, with a prefix cache."""
+        return self.window > 0
 
     @property
     def full_size(self) -> int:
@@ -127,7 +146,7 @@ class Geometry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_f
     def context_len(self) -> int:
         """Tokens that a request's row can hold: more than the pool, since a window leaves some
         behind."""
-        return 2 * self.full_size
+        return self.context or 2 * self.full_size
 
     def pages_for(self, tokens: int) -> int:
         """Pages that hold ``tokens`` slots."""
@@ -151,4 +170,8 @@ class Geometry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_f
             said += f", {self.requests} requests"
         if self.saver:
             said += ", memory saver"
+        if self.window:
+            said += f", window {self.window}"
+        if self.context:
+            said += f", context {self.context}"
         return f"{said}{', sorted' if self.need_sort else ''}"

@@ -7,6 +7,7 @@ entries. Changes nothing: the reference model commits what comes out of here.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from kvcore.models.geometry import Geometry
@@ -28,12 +29,22 @@ class Share:
 
 
 class LendingJudge:
-    """Follows the slots of one answer and collects every broken clause."""
+    """Follows the slots of one answer and collects every broken clause. ``evicted``: full and SWA
+    pages that the call itself made free before it lent any."""
 
-    def __init__(self, geometry: Geometry, full: Side, swa: Side, device: Side) -> None:
+    def __init__(
+        self,
+        geometry: Geometry,
+        full: Side,
+        swa: Side,
+        device: Side,
+        *,
+        evicted: tuple[Collection[int], Collection[int]] = ((), ()),
+    ) -> None:
         self.geometry = geometry
         self.sides = {"full": full, "swa": swa, "device": device}
         self.clauses: list[Clause] = []
+        self._evicted = {"full": evicted[0], "swa": evicted[1], "device": ()}
         self._taken: dict[str, set[int]] = {"full": set(), "swa": set(), "device": set()}
 
     def blame(
@@ -161,7 +172,7 @@ class LendingJudge:
         elif page in side.pending:
             expected = f"{name} pages of an open group wait for its end"
             self.blame("L6", expected, f"page {page} was lent", full=full, swa=swa)
-        elif page not in side.free:
+        elif page not in side.free and page not in self._evicted[name]:
             law = "L1" if name == "full" else "L4"
             expected = f"a free {name} page (free: {some(side.free)})"
             self.blame(law, expected, f"page {page}, which is in use", full=full, swa=swa)

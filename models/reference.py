@@ -8,10 +8,12 @@ free lists all pass. Leaves out the comparison with a target's state: that is th
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from kvcore.models import ops
 from kvcore.models.books import Books
+from kvcore.models.closing import closing_ops, probing_ops
 from kvcore.models.hostile import HOSTILE_CALLS
 from kvcore.models.lending import LendingJudge, Share
 from kvcore.models.mismatch import Mismatch
@@ -56,18 +58,22 @@ class Model(Books):
         """Whether there is too little room for ``op``."""
         return lacks_room(self, op)
 
+    def closing_ops(self) -> Iterator[ops.Op]:
+        """Ops that give everything back; follow each one before taking the next."""
+        return closing_ops(self)
+
+    def probing_ops(self) -> Iterator[ops.Op]:
+        """Ops that lend all that there is, once everything was given back; those that are not
+        allowed are to be left out, and each other one to be followed before taking the next."""
+        return probing_ops(self)
+
     def accept(self, op: ops.Op, outcome: Outcome) -> None:
         """Follow ``outcome``; raises `Mismatch` if no right allocator answers so."""
         self.memory.fresh = False
         if isinstance(op, ops.Hostile):
             self._accept_hostile(op, outcome)
             return
-        if isinstance(outcome, Raised):
-            out = OUT_OF_BOUNDS.intersection((outcome.kind, *outcome.bases))
-            seen = f"{outcome.kind}: {outcome.message}"
-            if out:
-                self._reject("bounds", f"{op.kind} reads and writes within its buffers", seen)
-            self._reject("raises", f"{op.kind}, a legal call here, does not raise", seen)
+        self._judge_error(op, outcome)
         match op:
             case (
                 ops.Alloc()
@@ -89,6 +95,14 @@ class Model(Books):
                 if not isinstance(outcome, Done):
                     self._reject("layout", f"{op.kind} answers nothing", str(outcome))
                 self._follow(op)
+
+    def _judge_error(self, op: ops.Op, outcome: Outcome) -> None:
+        if isinstance(outcome, Raised):
+            out = OUT_OF_BOUNDS.intersection((outcome.kind, *outcome.bases))
+            seen = f"{outcome.kind}: {outcome.message}"
+            if out:
+                self._reject("bounds", f"{op.kind} reads and writes within its buffers", seen)
+            self._reject("raises", f"{op.kind}, a legal call here, does not raise", seen)
 
     # Answers that lend slots.
 

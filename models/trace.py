@@ -16,6 +16,7 @@ import msgspec
 from kvcore.models.geometry import Geometry
 from kvcore.models.hostile import HOSTILE_CALLS
 from kvcore.models.ops import AnyOp, Hostile, Op
+from kvcore.models.request_ops import RequestOp
 from kvcore.models.violation import Violation
 
 FORMAT = "kvcore-trace"
@@ -56,7 +57,7 @@ class _Prelude(msgspec.Struct):
 _encoder = msgspec.json.Encoder()
 _prelude = msgspec.json.Decoder(_Prelude)
 _header = msgspec.json.Decoder(Header)
-_line = msgspec.json.Decoder(AnyOp | Violation)
+_line = msgspec.json.Decoder(AnyOp | RequestOp | Violation)
 
 
 def new_header(

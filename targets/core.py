@@ -22,6 +22,7 @@ from kvcore import (
     Retraction,
     SWATokenToKVPoolAllocator,
     TokenToKVPoolAllocator,
+    UnifiedRadixCache,
 )
 from kvcore.allocator.hisparse import COMPRESS_RATIO
 from kvcore.models import Contract, Geometry
@@ -68,6 +69,7 @@ class CoreParts:
         CompressedHiSparseTokenToKVPoolAllocator
     )
     requests: Callable[..., ReqToTokenPool] = ReqToTokenPool
+    cache: type[UnifiedRadixCache] = UnifiedRadixCache
     pools: PoolParts = field(default_factory=PoolParts)
 
 
@@ -93,6 +95,11 @@ def core_target(
     device: str = "cpu",
 ) -> AllocatorTarget:
     """kvcore's allocator of ``geometry`` with a pool, empty."""
+    if geometry.serves:
+        raise UnsupportedGeometry(
+            "an allocator's programs are of calls, not of requests over a prefix cache; got "
+            f"{geometry.describe()}"
+        )
     if geometry.sparse and geometry.compress not in (1, COMPRESS_RATIO):
         raise UnsupportedGeometry(
             f"kvcore has one device entry for 1 or {COMPRESS_RATIO} tokens, got compress "

@@ -130,6 +130,10 @@ class Unpaired(CoreDialect[AllocatorT]):
         """Not a call of this allocator."""
         raise TypeError("a single pool has no SWA side")
 
+    def free_unpaired_swa(self, slots: Slots) -> None:
+        """Not a call of this allocator."""
+        raise TypeError("a single pool has no SWA side")
+
     def map(self, full: Slots, swa: Slots) -> None:
         """Not a call of this allocator."""
         raise TypeError("a single pool has no mapping")
@@ -221,6 +225,10 @@ class PairedDialect(SlidingDialect[HybridT]):
     def alloc_swa(self, need: int) -> Slots | None:
         """`alloc` of the SWA side."""
         return self.allocator.swa_attn_allocator.alloc(need)
+
+    def free_unpaired_swa(self, slots: Slots) -> None:
+        """`free` of the SWA side."""
+        self.allocator.swa_attn_allocator.free(slots)
 
     def map(self, full: Slots, swa: Slots) -> None:
         """`set_full_to_swa_mapping`."""

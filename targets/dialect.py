@@ -81,6 +81,10 @@ class Dialect(Protocol):
         """SWA slots alone, for a load-back."""
         ...
 
+    def free_unpaired_swa(self, slots: Slots) -> None:
+        """SWA slots that `alloc_swa` lent and nothing was mapped to."""
+        ...
+
     def map(self, full: Slots, swa: Slots) -> None:
         """Raw mapping write."""
         ...

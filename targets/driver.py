@@ -75,6 +75,16 @@ class AllocatorTarget:
         self._answers = 0
         self._held: deque[tuple[int, torch.Tensor]] = deque(maxlen=HELD_ANSWERS)
 
+    @property
+    def dialect(self) -> Dialect:
+        """How the allocator is called."""
+        return self._dialect
+
+    @property
+    def pool(self) -> StampedPool:
+        """The pool that holds the stamps."""
+        return self._pool
+
     def apply(self, op: Op) -> Outcome:
         """Make the calls of ``op``."""
         try:

@@ -132,6 +132,11 @@ class StampedPool:
         self._rows = tuple(rows for _, rows in parts)
         self.device = self._rows[0].device
 
+    @property
+    def kvcache(self) -> Pool:
+        """The pool itself, as allocators and host copies take it."""
+        return self._pool
+
     def contents(self) -> tuple[torch.Tensor, ...]:
         """Every stream's rows as a flat int64 tensor, in the order of `streams`."""
         return tuple(
@@ -169,6 +174,15 @@ class StampedPool:
             _put(rows, places[stream.side], values[stream.sign])
         if self._device_pool is not None:
             self._stamp_device(self._device_pool, slots, stamps)
+
+    def stamps_at(
+        self, slots: torch.Tensor, peers: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a hybrid pool's first full stream holds at full ``slots``, and its first SWA stream
+        at their ``peers``, 0 where there is none."""
+        sides = [stream.side for stream in self.streams]
+        full, swa = (self._rows[sides.index(side)] for side in ("full", "SWA"))
+        return full[slots], torch.where(peers > 0, swa[peers], 0)
 
     def _stamp_device(
         self, pool: CompressedKVPool | HiSparseKVPool, slots: torch.Tensor, stamps: torch.Tensor

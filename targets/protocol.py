@@ -14,6 +14,7 @@ import torch
 
 from kvcore.models import Contract, Geometry, Outcome
 from kvcore.models.ops import Memory, Op
+from kvcore.targets.tree_view import TreeView
 
 Side = Literal["full", "SWA", "device"]
 
@@ -141,6 +142,8 @@ class View:
         self.streams = streams
         self.answers = answers
         self.twins: Twins = ((), ())
+        self.tree: TreeView | None = None
+        """The prefix cache and its requests, where there are any."""
 
     @property
     def holds_answers(self) -> bool:
@@ -157,6 +160,11 @@ class View:
         """Whether it shows what lies under the memory saver."""
         return self._memory is not None
 
+    @property
+    def memory(self) -> MemoryView | None:
+        """What lies under the memory saver, None if not asked for."""
+        return self._memory
+
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Free full pages, free SWA pages and the mapping, int64 on the target's device."""
         full, swa, mapping = self._packed.split(self._lengths)[:3]
@@ -166,6 +174,27 @@ class View:
         """The rows of each of `streams`, int64 on the target's device."""
         parts: tuple[torch.Tensor, ...] = self._packed.split(self._lengths)
         return parts[3 : 3 + self._stamp_count]
+
+    def held_tensors(self) -> dict[int, torch.Tensor]:
+        """What the tensors of earlier answers hold now, by the answer's number."""
+        start = 3 + self._stamp_count + self._pending_count
+        parts: tuple[torch.Tensor, ...] = self._packed.split(self._lengths)
+        return dict(zip(self._held, parts[start : start + len(self._held)], strict=True))
+
+    def device_tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Free device pages and the device mapping, empty without a device side."""
+        start = 3 + self._stamp_count + self._pending_count + len(self._held)
+        return self._pair(start, self._has_device)
+
+    def request_tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Free rows of the request pool and its flat table, empty without one."""
+        return self._pair(len(self._lengths) - 2, self._has_requests)
+
+    def _pair(self, start: int, there: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        if not there:
+            return self._packed[:0], self._packed[:0]
+        first, second = self._packed.split(self._lengths)[start : start + 2]
+        return first, second
 
     def host(self) -> HostView:
         """The same in plain lists."""

@@ -15,6 +15,11 @@ from kvcore.models import Geometry
 from kvcore.targets.core import core_target
 from kvcore.targets.faults import FAULTS, fault_target
 from kvcore.targets.protocol import TargetFactory
+from kvcore.targets.serving_targets import (
+    serving_core_target,
+    serving_over,
+    serving_release_target,
+)
 from kvcore.targets.sglang.release import ReleaseError, load_release
 from kvcore.targets.sglang.target import release_target
 from kvcore.targets.twin import forwarding_twin
@@ -63,13 +68,15 @@ def open_target(name: str) -> TargetFactory:
         return lambda geometry: forwarding_twin(geometry, name=name)
     if name in ("kvcore", "kvcore#unchecked"):
         validate = name == "kvcore"
-        return lambda geometry: core_target(geometry, name=name, validate=validate)
+        return lambda geometry: (serving_core_target if geometry.serves else core_target)(
+            geometry, name=name, validate=validate
+        )
     if family == "fault" and colon:
         return _fault(rest)
     if family == "sglang" and colon:
         return _release(name, rest)
     if family == "python" and colon:
-        return _imported(rest)
+        return _imported_or_serving(name, rest)
     known = ", ".join(pattern for pattern, _ in list_targets())
     raise UnknownTarget(f"unknown target {name!r}; known: {known}")
 
@@ -105,6 +112,7 @@ MACHINES = (
     "request pool",
     "memory saver",
     "composed",
+    "requests",
     WRAPPER,
 )
 """Every machine, see `kvcore.strategies.machines`."""
@@ -147,6 +155,13 @@ def _imported(rest: str) -> TargetFactory:
     return factory
 
 
+def _imported_or_serving(name: str, rest: str) -> TargetFactory:
+    factory = _imported(rest)
+    return lambda geometry: (
+        serving_over(factory, geometry, name=name) if geometry.serves else factory(geometry)
+    )
+
+
 SMALLEST: dict[str, Geometry] = {
     "hybrid": Geometry(page_size=1, full_pages=2, swa_pages=2),
     "single pool": Geometry(page_size=1, full_pages=2),
@@ -180,4 +195,6 @@ def _release(name: str, rest: str) -> TargetFactory:
         )
     except ReleaseError as error:
         raise UnknownTarget(str(error)) from error
-    return lambda geometry: release_target(release, geometry, name=name, exhaustion=mode != "")
+    return lambda geometry: (serving_release_target if geometry.serves else release_target)(
+        release, geometry, name=name, exhaustion=mode != ""
+    )

@@ -2,17 +2,20 @@
 
 Each variant re-creates the mechanism of a public report in a few overridden lines, so that the
 difference from the right code is visible at a glance. Models, laws and sources know nothing of this
-package: a fault that is not found is a gap in them. Leaves out faults of the prefix cache.
+package: a fault that is not found is a gap in them. Leaves out the hunt for them
+(`kvcore.strategies`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 from kvcore.models import Geometry, Violation
 from kvcore.targets.core import CoreParts, core_target
 from kvcore.targets.faults import (
+    cache,
     capacity,
     free_lists,
     groups,
@@ -23,6 +26,7 @@ from kvcore.targets.faults import (
 )
 from kvcore.targets.pool import PoolParts
 from kvcore.targets.protocol import Target
+from kvcore.targets.serving_targets import serving_core_target
 from kvcore.targets.twin import forwarding_twin
 
 ANY_PAGE_SIZE = (1, 2, 4, 16)
@@ -38,7 +42,8 @@ class Fault:
     Attributes:
         id: how it is named on the command line, after `fault:`.
         source: the public report or releases; - where there is none.
-        layer: A for the allocator, P for the pool, M for the memory saver, H for HiSparse.
+        layer: A for the allocator, P for the pool, C for the prefix cache, M for the memory saver,
+            H for HiSparse.
         what: what goes wrong, in one sentence.
         laws: laws of which at least one must break; which one depends on the program.
         parts: the classes of the core that are replaced.
@@ -52,7 +57,7 @@ class Fault:
 
     id: str
     source: str
-    layer: Literal["A", "P", "M", "H"]
+    layer: Literal["A", "P", "C", "M", "H"]
     what: str
     laws: frozenset[str]
     parts: CoreParts
@@ -349,6 +354,77 @@ _LEDGER = (
         programs=10,
         machine="pure SWA",
     ),
+    Fault(
+        "tombstone-leaf",
+        "sglang#29860",
+        "C",
+        "The last whole page of a request loses its SWA slots and is cached as a tombstone.",
+        _laws("L4 tree"),
+        CoreParts(cache=cache.TombstoneLeaf),
+        page_sizes=LARGER_PAGES,
+        programs=2,
+        machine="requests",
+    ),
+    Fault(
+        "cursor-in-other-unit",
+        "sglang#34823, sglang#34870",
+        "C",
+        "The eviction cursor counts one token more than the key: less than a window stays live.",
+        _laws("tree"),
+        CoreParts(cache=cache.CursorInOtherUnit),
+        programs=2,
+        machine="requests",
+    ),
+    Fault(
+        "forgotten-cursor",
+        "sglang#30845, sglang#36909",
+        "C",
+        "What a request caches forgets how far SWA was evicted: freed slots are cached as live.",
+        _laws("L1 tree"),
+        CoreParts(cache=cache.ForgottenCursor),
+        validate=False,
+        programs=2,
+        machine="requests",
+    ),
+    Fault(
+        "match-across-tombstone",
+        "sglang#29352",
+        "C",
+        "The running length of a match's window is not restarted at a tombstone.",
+        _laws("tree"),
+        CoreParts(cache=cache.MatchAcrossTombstone),
+        machine="requests",
+    ),
+    Fault(
+        "recover-under-lock",
+        "sglang#29351",
+        "C",
+        "A recovery replaces and frees full slots that running requests have in their rows.",
+        _laws("L1 tree"),
+        CoreParts(cache=cache.RecoverUnderLock),
+        programs=3,
+        machine="requests",
+    ),
+    Fault(
+        "split-shares-page",
+        "sglang#36457",
+        "C",
+        "An insert splits a node inside a page: two nodes own it.",
+        _laws("L1 tree"),
+        CoreParts(cache=cache.SplitSharesPage),
+        page_sizes=LARGER_PAGES,
+        programs=20,
+        machine="requests",
+    ),
+    Fault(
+        "lock-not-paired",
+        "bytedance/sglang#748",
+        "C",
+        "A lock skips tombstones that its release counts down.",
+        _laws("locks"),
+        CoreParts(cache=cache.LockNotPaired),
+        machine="requests",
+    ),
 )
 
 FAULTS: dict[str, Fault] = {fault.id: fault for fault in _LEDGER}
@@ -363,5 +439,8 @@ def fault_target(fault_id: str, geometry: Geometry) -> Target:
         KeyError: there is no such fault.
     """
     fault = FAULTS[fault_id]
-    build = forwarding_twin if fault.machine == "wrapper beside inner" else core_target
+    if geometry.serves:
+        build: Callable[..., Target] = serving_core_target
+    else:
+        build = forwarding_twin if fault.machine == "wrapper beside inner" else core_target
     return build(geometry, name=f"fault:{fault.id}", validate=fault.validate, parts=fault.parts)

@@ -189,6 +189,10 @@ class ReleaseDialect:
         slots: Slots | None = self._swa.alloc(need)
         return slots
 
+    def free_unpaired_swa(self, slots: Slots) -> None:
+        """`free` of the SWA side."""
+        self._swa.free(slots)
+
     def map(self, full: Slots, swa: Slots) -> None:
         """`set_full_to_swa_mapping`."""
         self._allocator.set_full_to_swa_mapping(full, swa)

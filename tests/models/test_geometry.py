@@ -8,12 +8,14 @@ import msgspec
 import pytest
 
 from kvcore.models import Geometry
-from kvcore.models.geometry import MOST_SLOTS
+from kvcore.models.geometry import MOST_PLACES, MOST_SLOTS
 from kvcore.strategies.machines import MACHINES
 
 PURE = Geometry(4, 8, pure_swa=True)
 SPARSE = Geometry(4, 8, device_pages=4)
 COMPRESSED = Geometry(16, 8, 6, device_pages=5, compress=4)
+SERVING = Geometry(4, 8, 6, requests=3, window=6)
+SERVES_NOT = "a prefix cache needs swa_pages and requests, and takes no device_pages and no saver"
 
 
 @pytest.mark.parametrize(
@@ -36,9 +38,20 @@ COMPRESSED = Geometry(16, 8, 6, device_pages=5, compress=4)
         ({"device_pages": 4, "swa_pages": 1}, "got swa_pages 1, compress 1"),
         ({"device_pages": 4, "compress": 2}, "got swa_pages 0, compress 2"),
         ({"device_pages": 3}, "full_pages is 8, expected a multiple of device_pages 3"),
-        ({"full_pages": MOST_SLOTS // 4 + 1}, f"expected at most {MOST_SLOTS} in all"),
-        ({"swa_pages": MOST_SLOTS // 4}, f"expected at most {MOST_SLOTS} in all"),
-        ({"requests": MOST_SLOTS}, f"a request table of {64 * MOST_SLOTS}, expected at most"),
+        ({"window": -1}, "window is -1, expected 0 or more"),
+        ({"context": -1}, "context is -1, expected 0 or more"),
+        ({"window": 6, "requests": 3}, SERVES_NOT),
+        ({"window": 6, "swa_pages": 6}, SERVES_NOT),
+        ({"window": 6, "pure_swa": True, "requests": 3}, SERVES_NOT),
+        ({"window": 6, "swa_pages": 6, "requests": 3, "saver": True}, SERVES_NOT),
+        (
+            {"window": 6, "swa_pages": 6, "requests": 3, "device_pages": 4, "compress": 2},
+            SERVES_NOT,
+        ),
+        ({"full_pages": MOST_SLOTS // 4 + 1}, f"expected at most {MOST_SLOTS} and {MOST_PLACES}"),
+        ({"swa_pages": MOST_SLOTS // 4}, f"expected at most {MOST_SLOTS} and {MOST_PLACES}"),
+        ({"requests": MOST_PLACES}, f"a request table of {64 * MOST_PLACES} places, expected at"),
+        ({"requests": 2, "context": MOST_PLACES}, f"{2 * MOST_PLACES} places, expected at most"),
     ],
     ids=str,
 )
@@ -62,7 +75,8 @@ def test_pools_may_be_as_small_as_can_be() -> None:
 
 def test_pools_may_be_as_large_as_can_be() -> None:
     assert Geometry(4, MOST_SLOTS // 4).full_size == MOST_SLOTS
-    assert Geometry(1, 1, requests=MOST_SLOTS // 2).requests == MOST_SLOTS // 2
+    assert Geometry(1, 1, requests=MOST_PLACES // 2).requests == MOST_PLACES // 2
+    assert Geometry(1, 1, requests=1, context=MOST_PLACES).context_len == MOST_PLACES
 
 
 def test_a_geometry_counts_slots_without_the_padding_page() -> None:
@@ -72,8 +86,14 @@ def test_a_geometry_counts_slots_without_the_padding_page() -> None:
     assert not Geometry(4, 8).hybrid
 
 
-def test_a_requests_row_is_longer_than_the_pool() -> None:
+def test_a_requests_row_is_longer_than_the_pool_unless_it_is_said_how_long() -> None:
     assert Geometry(4, 8).context_len == 64
+    assert Geometry(4, 8, context=10).context_len == 10
+
+
+def test_a_window_means_whole_requests() -> None:
+    assert SERVING.serves
+    assert not Geometry(4, 8, 6, requests=3).serves
 
 
 def test_device_slots_are_one_for_so_many_logical_ones() -> None:
@@ -121,6 +141,11 @@ def test_a_row_has_device_pages_for_its_whole_entries(tokens: int, pages: int) -
         (
             Geometry(2, 8, 4, True, attention="mla", requests=3, saver=True),
             "8+4 pages of 2, MLA, 3 requests, memory saver, sorted",
+        ),
+        (SERVING, "8+6 pages of 4, 3 requests, window 6"),
+        (
+            Geometry(4, 8, 6, True, requests=3, window=6, context=20),
+            "8+6 pages of 4, 3 requests, window 6, context 20, sorted",
         ),
     ],
 )

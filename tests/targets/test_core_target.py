@@ -470,9 +470,10 @@ def test_free_pages_are_counted_whether_sorted_or_not(
         lambda dialect, slots: dialect.recover(slots, slots),
         lambda dialect, slots: dialect.alloc_full(4),
         lambda dialect, slots: dialect.alloc_swa(4),
+        lambda dialect, slots: dialect.free_unpaired_swa(slots),
         lambda dialect, slots: dialect.map(slots, slots),
     ],
-    ids=["swa_tail", "free_swa", "recover", "alloc_full", "alloc_swa", "map"],
+    ids=["swa_tail", "free_swa", "recover", "alloc_full", "alloc_swa", "free_unpaired_swa", "map"],
 )
 def test_calls_of_the_hybrid_allocator_are_type_errors_on_one_pool(
     call: Callable[[SingleDialect, torch.Tensor], object],

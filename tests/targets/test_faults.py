@@ -11,13 +11,12 @@ import pytest
 import torch
 
 from kvcore.invariants import BY_ID, Run, Verdict, drive
-from kvcore.models import Geometry, ops
+from kvcore.models import Geometry, ops, request_ops
 from kvcore.models.ops import Op
 from kvcore.strategies.machines import MACHINES
 from kvcore.strategies.replay import replay
 from kvcore.strategies.walker import Walker, WalkPlan
 from kvcore.targets.core import CoreParts, core_target
-from kvcore.targets.driver import AllocatorTarget
 from kvcore.targets.faults import (
     COMPRESSED_PAGES,
     FAULTS,
@@ -27,6 +26,8 @@ from kvcore.targets.faults import (
     fault_target,
 )
 from kvcore.targets.faults.free_lists import UncountedHybrid
+from kvcore.targets.protocol import Target
+from kvcore.targets.serving_targets import serving_core_target
 
 torch.set_num_threads(1)
 
@@ -62,6 +63,9 @@ def reported_geometry(fault: Fault, page_size: int, *, sort: bool) -> Geometry:
             return Geometry(page_size, 6, 4, sort, attention="dsa")
         case "memory saver":
             return Geometry(page_size, 6, 4, sort, attention="dsa", saver=True)
+        case "requests":
+            window = max(1, page_size // 2)
+            return Geometry(page_size, 6, 4, sort, requests=3, window=window)
         case _:
             return Geometry(page_size, 6, 4, sort)
 
@@ -124,8 +128,47 @@ def reported_program(fault_id: str, geometry: Geometry) -> list[Op]:
             ]
         case "pool-without-host-copy":
             return [ops.Alloc(1, 1), ops.Retract(1, 1)]
+        case _ if geometry.serves:
+            return reported_of_the_cache(fault_id, page_size)
         case _:
             return reported_elsewhere(fault_id)
+
+
+def reported_of_the_cache(fault_id: str, page_size: int) -> list[Op]:
+    """The same for faults of the prefix cache; a window is less than a page, or one token."""
+    page, two_pages = ((1, page_size),), ((1, 2 * page_size),)
+    admitted, slid, finished = (
+        request_ops.Admit(1, two_pages, output=9),
+        request_ops.Slide((1,)),
+        request_ops.Finish(1),
+    )
+    match fault_id:
+        case "tombstone-leaf" | "cursor-in-other-unit":
+            return [request_ops.Admit(1, ((1, 2 * page_size - 1),), output=9), slid]
+        case "forgotten-cursor":
+            return [admitted, slid, finished]
+        case "match-across-tombstone":
+            ends_with_the_tombstone = request_ops.Admit(2, (*page, (2, 1)), output=9)
+            return [admitted, slid, finished, ends_with_the_tombstone]
+        case "recover-under-lock":
+            locks_the_tombstone = request_ops.Admit(2, (*two_pages, (2, 1)), output=9)
+            computes_it_again = request_ops.Admit(3, page, output=9)
+            cached = [admitted, slid, finished]
+            return [*cached, locks_the_tombstone, computes_it_again, request_ops.Finish(3)]
+        case "split-shares-page":
+            differs_in_a_page = ((1, page_size + 1), (2, page_size - 1))
+            second = request_ops.Admit(2, differs_in_a_page, output=9)
+            return [admitted, second, finished, request_ops.Finish(2)]
+        case "lock-not-paired":
+            return [
+                admitted,
+                request_ops.CacheUnfinished(1),
+                request_ops.SavePrefix(1, page),
+                request_ops.Evict(0, page_size),
+                request_ops.LoadPrefix(1, 1),
+            ]
+        case _:
+            raise KeyError(fault_id)
 
 
 def reported_elsewhere(fault_id: str) -> list[Op]:
@@ -158,8 +201,9 @@ def run_on_fault(fault: Fault, geometry: Geometry, program: list[Op]) -> Verdict
 
 
 def run_on_core(fault: Fault, geometry: Geometry, program: list[Op]) -> Verdict:
-    def right(given: Geometry) -> AllocatorTarget:
-        return core_target(given, validate=fault.validate)
+    def right(given: Geometry) -> Target:
+        build = serving_core_target if given.serves else core_target
+        return build(given, validate=fault.validate)
 
     return replay(right, geometry, program)
 
@@ -179,7 +223,7 @@ def walk_until_found(fault: Fault, seed: int) -> tuple[Geometry, Verdict] | None
 def test_every_reported_fault_is_in_the_ledger_under_its_layer() -> None:
     layers = Counter(fault.layer for fault in FAULTS.values())
     # One more than was reported of the allocator, one of the pool, three of HiSparse.
-    assert layers == {"A": 17 + 1, "P": 3 + 1, "M": 4, "H": 2 + 3}
+    assert layers == {"A": 17 + 1, "P": 3 + 1, "C": 7, "M": 4, "H": 2 + 3}
 
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
