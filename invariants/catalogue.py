@@ -79,6 +79,23 @@ LAWS: tuple[Law, ...] = (
         "sglang#36081",
     ),
     Law(
+        "tree",
+        "what the cache holds",
+        "The cache holds each prefix once, page by page: keys, slots, tombstones and cursors are "
+        "what was computed, a match ends where one live window lies before it, and no unlocked "
+        "leaf is a bare tombstone.",
+        Cost.EACH_STEP,
+        "sglang#29860",
+    ),
+    Law(
+        "locks",
+        "locks are counted",
+        "Every lock count and every size counter of the cache equals a recount over the requests "
+        "and loads that hold locks.",
+        Cost.EACH_STEP,
+        "bytedance/sglang#748",
+    ),
+    Law(
         "L7",
         "capacity is a promise",
         "The capacity queries say how much can be lent: that much is lent, and no page more.",

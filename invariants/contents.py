@@ -9,6 +9,7 @@ import mmap
 from collections.abc import Iterator
 
 from kvcore.invariants.check import Check
+from kvcore.invariants.clauses import holder
 from kvcore.models import Clause, Geometry
 from kvcore.models.state import NO_PEER, UNKNOWN, Page
 from kvcore.models.violation import some
@@ -26,7 +27,8 @@ def stamps(check: Check) -> list[Clause]:
         for stream, held in zip(streams, rows, strict=True):
             wanted, seen = _sides_of(stream, page, geometry, held)
             if wanted != seen:
-                clauses.append(_content_clause(seq, page, stream, wanted, seen))
+                owner = holder(geometry, seq)
+                clauses.append(_content_clause(owner, page, stream, wanted, seen))
     return clauses
 
 
@@ -66,13 +68,13 @@ def page_place(stream: Stream, page: Page, geometry: Geometry) -> tuple[int, int
 
 
 def _content_clause(
-    seq: int, page: Page, stream: Stream, wanted: list[int], seen: list[int]
+    owner: str, page: Page, stream: Stream, wanted: list[int], seen: list[int]
 ) -> Clause:
     where = {"full": f"full page {page.full}", "SWA": f"SWA page {page.swa}"}
     place = where.get(stream.side, f"device page {page.device}")
     return Clause(
         "stamps",
-        f"sequence {seq}, {place}, {stream.name}: {wanted}",
+        f"{owner}, {place}, {stream.name}: {wanted}",
         str(seen),
         full_pages=(page.full,),
         swa_pages=(page.swa,) if stream.side == "SWA" else (),
@@ -97,7 +99,8 @@ def request_rows(check: Check) -> list[Clause]:
                 at = start + number * size
                 seen += table[at : at + page.tokens]
         if seen != wanted:
-            expected = f"row {row.request}, sequence {seq}: slots {wanted[:16]}"
+            owner = holder(model.geometry, seq)
+            expected = f"row {row.request}, {owner}: slots {wanted[:16]}"
             clauses.append(Clause("rows", expected, str(seen[:16])))
     return clauses
 
@@ -105,7 +108,7 @@ def request_rows(check: Check) -> list[Clause]:
 def memory_saver(check: Check) -> list[Clause]:
     """saver: a paused tag holds no byte and the others all of theirs, addresses stay, memory that
     came back is zero, and what was not paused still holds what was written."""
-    view = check.host.memory
+    view = check.after.memory
     if view is None:
         return []
     return [*_resident(check, view), *_addresses(view), *_values(check, view), *_zeroes(check)]

@@ -1,8 +1,8 @@
 """The laws in plain form: lists and sets of a small pool, differences that a person can read.
 
 Each function returns the broken clauses of one law. The vectorised forms of the same laws are in
-`kvcore.invariants.vectorised`. Device slots have a module of their own, and so has what lies in the
-pools (`kvcore.invariants.devices`, `kvcore.invariants.contents`).
+`kvcore.invariants.vectorised`. Modules of their own have device slots, what lies in the pools, the
+prefix cache, and failures (`kvcore.invariants.devices`, `.contents`, `.prefix_tree`, `.failures`).
 """
 
 from __future__ import annotations
@@ -11,28 +11,15 @@ from collections import Counter
 from dataclasses import replace
 
 from kvcore.invariants.check import Check, LawForm
+from kvcore.invariants.clauses import pages_clause
 from kvcore.invariants.contents import memory_saver, request_rows, stamps
 from kvcore.invariants.devices import device_entries, device_partition, device_unmapped
-from kvcore.models import Clause, Geometry, Model
+from kvcore.invariants.failures import capacities, failure_changes_nothing
+from kvcore.invariants.prefix_tree import locks, tree
+from kvcore.models import Clause, Model
 from kvcore.models.ops import GroupEnd
-from kvcore.models.outcomes import Raised, Refused
 from kvcore.models.state import NO_PEER, Page
 from kvcore.models.violation import some
-from kvcore.targets.protocol import Answers
-
-
-def pages_clause(
-    law: str, expected: str, seen: str, side: str, pages: set[int] | list[int]
-) -> Clause:
-    """A clause about pages of one side."""
-    ids = tuple(sorted(pages))
-    return Clause(
-        law,
-        expected,
-        seen,
-        full_pages=ids if side == "full" else (),
-        swa_pages=ids * (side == "swa"),
-    )
 
 
 def conservation(check: Check) -> list[Clause]:
@@ -287,74 +274,6 @@ def _stale_entries(model: Model, mapping: list[int]) -> list[Clause]:
     return clauses
 
 
-def failure_changes_nothing(check: Check) -> list[Clause]:
-    """L5: after a refusal or an error the state is as before, up to the order of free pages."""
-    if not isinstance(check.outcome, Refused | Raised) or check.before is None:
-        return []
-    before, after, geometry = check.before.host(), check.host, check.model.geometry
-    clauses: list[Clause] = []
-    for name, old, new in (
-        ("full", before.full_free, after.full_free),
-        ("swa", before.swa_free, after.swa_free),
-        ("device", before.device_free, after.device_free),
-        ("request", before.request_free, after.request_free),
-    ):
-        if sorted(old) != sorted(new):
-            change = {page for page in set(old) ^ set(new) if page > 0}
-            clauses.append(
-                pages_clause(
-                    "L5",
-                    f"the free {name} pages as before the call: {some(set(old))}",
-                    some(set(new)),
-                    name,
-                    change,
-                )
-            )
-    size = geometry.page_size
-    changed = {
-        index // size
-        for index, (old, new) in enumerate(zip(before.mapping, after.mapping, strict=False))
-        if old != new and not (new == 0 and index // size in check.model.detached)
-    }
-    if changed or len(before.mapping) != len(after.mapping):
-        clauses.append(
-            pages_clause("L5", "the mapping as before the call", "it changed", "full", changed)
-        )
-    changed = {
-        index
-        for index, (old, new) in enumerate(
-            zip(before.device_mapping, after.device_mapping, strict=False)
-        )
-        if old != new
-        and not (new == 0 and index // geometry.device_page_size in check.model.device_detached)
-    }
-    if changed:
-        seen = f"other entries at {some(changed)}"
-        clauses.append(Clause("L5", "the device mapping as before the call", seen))
-    if before.answers != after.answers:
-        clauses.append(
-            Clause(
-                "L5",
-                f"as before, {_room(before.answers, geometry)}",
-                _room(after.answers, geometry),
-            )
-        )
-    return clauses
-
-
-def _room(answers: Answers, geometry: Geometry) -> str:
-    """What the capacity queries said, and the wrapper's other answers, for a message."""
-    return f"{_capacities(answers, geometry)}; the wrapper's answers {answers.outer}"
-
-
-def _capacities(answers: Answers, geometry: Geometry) -> str:
-    """The room that the capacity queries named."""
-    rooms = (answers.available, answers.full_available, answers.swa_available)
-    said = f"available, full, SWA slots {rooms}"
-    said += f", device slots {answers.device_available}" if geometry.sparse else ""
-    return said + (f", requests {answers.requests_available}" if geometry.requests else "")
-
-
 def group_law(check: Check) -> list[Clause]:
     """L6: a group's end releases exactly what was freed inside it."""
     if not isinstance(check.op, GroupEnd):
@@ -398,7 +317,7 @@ def capacity(check: Check) -> list[Clause]:
     )
     if wanted == answers:
         return []
-    return [Clause("L7", _capacities(wanted, geometry), _capacities(answers, geometry))]
+    return [Clause("L7", capacities(wanted, geometry), capacities(answers, geometry))]
 
 
 def tensors_are_owned(check: Check) -> list[Clause]:
@@ -466,6 +385,8 @@ PLAIN: dict[str, LawForm] = {
     "L5": failure_changes_nothing,
     "L6": group_law,
     "L1": conservation,
+    "tree": tree,
+    "locks": locks,
     "L7": capacity,
     "L8": tensors_are_owned,
     "L9": wrapper_equivalence,

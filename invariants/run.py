@@ -8,19 +8,30 @@ what becomes of a violation (`kvcore.reports`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from kvcore.invariants.catalogue import BY_ID, LAWS, PRECEDENCE, Cost
 from kvcore.invariants.check import Check, LawForm
+from kvcore.invariants.failures import failure_changes_nothing
 from kvcore.invariants.plain import PLAIN
 from kvcore.invariants.tally import Tally
 from kvcore.invariants.vectorised import VECTORISED
-from kvcore.models import Clause, Done, Lent, Mismatch, Model, Outcome, Violation, ops
-from kvcore.models.ops import Form, Op
+from kvcore.models import (
+    Clause,
+    Done,
+    Lent,
+    Mismatch,
+    Model,
+    Outcome,
+    Violation,
+    model_of,
+    ops,
+    request_ops,
+)
+from kvcore.models.ops import Op
 from kvcore.models.outcomes import Raised, Refused
-from kvcore.models.state import Page
 from kvcore.models.trace import Header, new_header
 from kvcore.targets.protocol import Target, View
 
@@ -30,12 +41,13 @@ PLAIN_SLOTS = 4096
 ANSWER_LAWS = ("layout", "bounds", "raises")
 """Laws that the model judges on every answer."""
 
-OCCASIONAL_LAWS = ("L5", "L6", "L8", "stamps", "rows", "saver", "hostile")
+OCCASIONAL_LAWS = ("L5", "L6", "tree", "locks", "L8", "stamps", "rows", "saver", "hostile")
 """Laws that have something to ask at some steps only, or of some targets."""
 
 ON_CONTENTS = (
     *(ops.Restore, ops.Relocate, ops.LoadBackSwa),
     *(ops.Reserve, ops.Drop, ops.Pause, ops.Resume),
+    *(request_ops.ResumeRequest, request_ops.EndLoad),
 )
 """Ops after which the periodic laws are due at once: what they write is soon overwritten."""
 
@@ -100,7 +112,11 @@ LAW_ERRORS: dict[str, type[LawBroken]] = {
 
 class Run:
     """One program on one fresh target. ``period`` is how often the periodic laws are checked, in
-    steps; ``every`` the same for the laws due after every step, for soak runs."""
+    steps.
+
+    ``every``: the laws are checked every so many steps, for soak runs over large pools. Above 1,
+    ``period`` counts these checks and not steps; between them answers are judged as always, but no
+    view is taken, except around a refusal and an illegal call, for law L5."""
 
     def __init__(
         self,
@@ -111,7 +127,7 @@ class Run:
         listeners: Sequence[Listener] = (),
     ) -> None:
         self.target = target
-        self.model = Model(target.geometry, target.contract)
+        self.model = model_of(target.geometry, target.contract)
         self.program: list[Op] = []
         self.violation: Violation | None = None
         self.tally = Tally(programs=1)
@@ -149,14 +165,14 @@ class Run:
     def finish(self) -> None:
         """Give everything back, as ops of the program; then lend everything once, give it back
         again, and check that the pools are as new. Raises `LawBroken`."""
-        for op in self._closing_ops():
+        for op in self.model.closing_ops():
             done = self.step(op)
             if isinstance(done, Skipped):
                 raise ValueError(f"the contract of {self.target.name} lends, but {done.why}")
-        for op in self._probing_ops(self.model.last_name + 1):
+        for op in self.model.probing_ops():
             if self.model.why_not(op) is None:
                 self._probe(op)
-        for op in self._closing_ops():
+        for op in self.model.closing_ops():
             self._probe(op)
         self._check(ops.Clear(), Done(), None, DRAIN, drained=True)
         self._settle_tally()
@@ -166,42 +182,6 @@ class Run:
         """A checked step that is no part of the program."""
         self.tally.steps += 1
         self._perform(op, DRAIN, drained=False)
-
-    def _closing_ops(self) -> Iterator[Op]:
-        """Ops that end the group and every pause and give everything back, as the target's callers
-        would."""
-        if self.model.group_open:
-            yield ops.GroupEnd()
-        for memory in sorted(self.model.memory.paused):
-            yield ops.Resume(memory)
-        for region in list(self.model.memory.pieces):
-            yield ops.Drop(region)
-        for buffer in list(self.model.buffers):
-            yield ops.FreeBuffer(buffer)
-        contract = self.model.contract
-        form: Form = "slots" if "slots" in contract.free_forms else min(contract.free_forms)
-        apart = form in contract.live_frees and self.model.geometry.hybrid
-        while self.model.rows:
-            seq, row = next(iter(self.model.rows.items()))
-            alone = _full_alone(row.pages[0], apart=apart)
-            run = (i for i, page in enumerate(row.pages) if _full_alone(page, apart=apart) != alone)
-            stop = next(run, None)
-            yield ops.FreeFull(seq, 0, stop) if alone else ops.Free(seq, 0, stop, form)
-
-    def _probing_ops(self, seq: int) -> Iterator[Op]:
-        """Law L7 by deed: all that is said to be free can be lent, and then no page more; where the
-        logical or the full pool is the larger one, all of it too."""
-        geometry = self.model.geometry
-        logical = min(geometry.full_pages, geometry.swa_pages or geometry.full_pages)
-        pages = min(logical, geometry.device_pages or logical)
-        yield ops.Extend(((seq, pages * geometry.page_size),))
-        yield ops.Extend(((seq + 1, 1 if pages == logical else geometry.page_size),))
-        yield from self._closing_ops()
-        if logical > pages:
-            yield ops.ExtendLogical(((seq + 2, logical * geometry.page_size),))
-            yield from self._closing_ops()
-        if geometry.full_pages > logical:
-            yield ops.LoadBack(seq + 3, geometry.full_pages, logical)
 
     def _perform(self, op: Op, kind: str, *, drained: bool) -> Outcome:
         before = self._view_before(op)
@@ -230,35 +210,36 @@ class Run:
             return self.target.view(stamps=True)
         if self._last is not None:
             return self._last
-        if op.hostile or self.model.must_refuse(op) or self._every == 1:
+        if self._every == 1 or op.hostile or self.model.must_refuse(op):
             return self.target.view(stamps=False)
         return None
 
     def _check(
         self, op: Op, outcome: Outcome, before: View | None, kind: str, *, drained: bool
     ) -> None:
-        step = len(self.program)
-        failed = isinstance(outcome, Refused | Raised)
-        asked = failed or isinstance(op, ops.GroupEnd)
-        if not (drained or kind == DRAIN or step % self._every == 0 or asked):
+        """Check all laws on schedule and at the end, and law L5 at any failure."""
+        clauses: list[Clause] = []
+        on_schedule = drained or kind == DRAIN or len(self.program) % self._every == 0
+        failed = before is not None and isinstance(outcome, Refused | Raised)
+        if on_schedule or (failed and self._changed_by_failure(op, outcome, before)):
+            clauses = self._broken_clauses(op, outcome, before, drained=drained)
+        elif not failed:
             self._last = None
-            return
-        if clauses := self._broken_clauses(op, outcome, before, drained=drained):
+        if clauses:
             self._break(clauses, kind)
 
     def _broken_clauses(
         self, op: Op, outcome: Outcome, before: View | None, *, drained: bool
     ) -> list[Clause]:
         """Check every law that is due now, on a new view."""
-        # A hostile call in a group may have changed what waits there, which is rarely looked at.
-        grouped = op.hostile and self.model.group_open
-        on_contents = isinstance(op, ON_CONTENTS)
-        periodic = drained or grouped or on_contents or len(self.program) % self._period == 0
+        periodic = drained or self._contents_are_due(op)
         self._last = self.target.view(stamps=periodic)
         check = Check(self.model, op, outcome, before, self._last, self._held, drained)
         self._checked[(periodic, drained)] += 1
         self._asked["L5"] += isinstance(outcome, Refused | Raised) and before is not None
         self._asked["L6"] += isinstance(op, ops.GroupEnd)
+        self._asked["tree"] += self._last.tree is not None
+        self._asked["locks"] += self._last.tree is not None
         self._asked["L8"] += self._last.holds_answers
         self._asked["stamps"] += self._last.holds_stamps
         self._asked["rows"] += periodic and self.model.geometry.requests > 0
@@ -267,6 +248,23 @@ class Run:
         for _, form in self._due[(periodic, drained)]:
             clauses += form(check)
         return clauses
+
+    def _contents_are_due(self, op: Op) -> bool:
+        """Whether the periodic laws are checked after ``op``."""
+        # A hostile call in a group may have changed what waits there, which is rarely looked at.
+        if op.hostile and self.model.group_open:
+            return True
+        if self._every > 1:
+            return (self._checked.total() + 1) % self._period == 0
+        return isinstance(op, ON_CONTENTS) or len(self.program) % self._period == 0
+
+    def _changed_by_failure(self, op: Op, outcome: Outcome, before: View | None) -> bool:
+        """Whether law L5 alone is broken, on a new view."""
+        self._last = self.target.view(stamps=False)
+        check = Check(self.model, op, outcome, before, self._last, self._held)
+        broken = bool(failure_changes_nothing(check))
+        self._asked["L5"] += not broken
+        return broken
 
     def _settle_tally(self) -> None:
         """Turn the counts of rounds into counts of checks."""
@@ -303,12 +301,6 @@ class Run:
     def _tell(self, event: Event) -> None:
         for listener in self._listeners:
             listener(event)
-
-
-def _full_alone(page: Page, *, apart: bool) -> bool:
-    """Whether callers give the page up on the full side alone: its window moved on, or with
-    ``apart`` its peer is gone."""
-    return page.gone or (apart and page.swa == 0)
 
 
 def _due_forms(

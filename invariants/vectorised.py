@@ -1,21 +1,29 @@
 """The laws in vectorised form: tensors of large pools, the same clauses as the plain form.
 
 Each function works on the view's tensors on their device and brings only broken pages to the host;
-what the model says is still gathered from its rows in Python. Laws without an entry here keep their
-plain form, and with it the view's lists. A test
-holds every entry against the plain form of the same law.
+what the model says is gathered page by page, never token by token. Some laws only make sure here
+that all is right, and leave the wording of what is not to their plain form. Laws without an entry
+are the same for pools of every size. A test holds every entry against the plain form of its law.
 """
 
 from __future__ import annotations
 
-import torch
+from dataclasses import dataclass
+from itertools import chain
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvcore.invariants import contents, plain
 from kvcore.invariants.check import Check, LawForm
 from kvcore.invariants.contents import page_place, page_stamps
 from kvcore.invariants.devices import device_entries, device_partition, device_unmapped
 from kvcore.invariants.plain import identity_mapping, pending_kept
+from kvcore.invariants.prefix_tree import locks_quickly, tree_quickly
 from kvcore.models import Clause, Model
-from kvcore.models.state import NO_PEER, UNKNOWN, Page, Side
+from kvcore.models.ops import GroupEnd
+from kvcore.models.state import NO_PEER, UNKNOWN, Page, Row, Side
 from kvcore.models.violation import some
 from kvcore.targets.protocol import Stream
 
@@ -33,7 +41,7 @@ def _counts(pages: torch.Tensor, total: int) -> torch.Tensor:
 def _mask(pages: set[int], total: int, device: torch.device) -> torch.Tensor:
     mask = torch.zeros(total + 1, dtype=torch.bool, device=device)
     if pages:
-        mask[torch.tensor(sorted(pages), dtype=torch.int64, device=device)] = True
+        mask[torch.tensor(list(pages), dtype=torch.int64, device=device)] = True
     return mask
 
 
@@ -42,8 +50,10 @@ def _sides(check: Check) -> list[tuple[str, Side, torch.Tensor]]:
     sides = [("full", check.model.full, full)]
     if check.model.geometry.hybrid:
         sides.append(("swa", check.model.swa, swa))
-    for name, side, ids in check.sides()[len(sides) :]:
-        sides.append((name, side, torch.tensor(ids, dtype=torch.int64, device=full.device)))
+    if check.model.geometry.sparse:
+        sides.append(("device", check.model.device, check.after.device_tensors()[0]))
+    if check.model.geometry.requests:
+        sides.append(("request", check.model.requests, check.after.request_tensors()[0]))
     return sides
 
 
@@ -86,14 +96,11 @@ def mapped_is_allocated(check: Check) -> list[Clause]:
     """L3 on tensors: one count of every SWA page over mapping, free list and open group."""
     model = check.model
     clauses = device_partition(check) if model.geometry.sparse else []
-    if not model.geometry.hybrid:
+    if not model.geometry.hybrid or _partition_holds(check):
         return clauses
     _, free, mapping = check.after.tensors()
     size, total = model.geometry.page_size, model.swa.total
-    slots = (mapping[:-1] != 0).nonzero().flatten()
-    full, swa = slots // size, mapping[slots] // size
-    base = int(mapping.numel()) + 1
-    pairs = torch.unique(swa * base + full)
+    pairs, base = _joined(mapping, size)
     if model.detached:
         gone = [page * base + full_page for full_page, page in model.detached.items()]
         pairs = pairs[~torch.isin(pairs, torch.tensor(gone, device=pairs.device))]
@@ -119,26 +126,75 @@ def mapped_is_allocated(check: Check) -> list[Clause]:
     ]
 
 
-def _mapping_of_rows(
-    model: Model, length: int, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What each mapping entry must be, and what else it may be: an entry beyond the tokens of its
-    page may already name the peer, a detached one may still."""
-    size = model.geometry.page_size
-    exact = [0] * length
-    other = [0] * length
-    exact[-1] = other[-1] = -1
-    for full, swa in model.detached.items():
-        other[full * size : (full + 1) * size] = range(swa * size, (swa + 1) * size)
-    for _, page in model.lent_pages():
-        start = page.full * size
-        if page.swa == 0:
-            continue
-        exact[start : start + page.tokens] = _peers(page, size)
-        other[start : start + page.tokens] = _peers(page, size)
-        beyond = range(page.swa * size + page.tokens, (page.swa + 1) * size)
-        other[start + page.tokens : start + size] = beyond
-    return torch.tensor(exact, device=device), torch.tensor(other, device=device)
+def _partition_holds(check: Check) -> bool:
+    """Whether rows, free list and group hold every SWA page once, where the mapping is known to be
+    what the rows say: pages are looked at instead of slots."""
+    if not _mapping_right(check):
+        return False
+    model, free = check.model, check.after.tensors()[1]
+    placed = [page.swa for _, page in model.lent_pages() if page.swa]
+    everywhere = torch.cat((_ids_on(free.device, [*placed, *model.swa.pending]), free))
+    total = model.swa.total
+    if everywhere.numel() != total or int(everywhere.min()) < 1:
+        return False
+    return int(everywhere.max()) <= total and bool((_counts(everywhere, total)[1:] == 1).all())
+
+
+def _mapping_right(check: Check) -> bool:
+    """Whether every entry is what the rows say; worked out once a step."""
+    if check.mapping_right is None:
+        model, mapping = check.model, check.after.tensors()[2]
+        length = model.geometry.full_size + model.geometry.page_size + 1
+        check.mapping_right = (
+            mapping.numel() == length
+            and int(mapping[-1]) == -1
+            and not bool(_wrong_entries(model, mapping).any())
+        )
+    return check.mapping_right
+
+
+def _joined(mapping: torch.Tensor, size: int) -> tuple[torch.Tensor, int]:
+    """Every (SWA page, full page) that the mapping joins, each once, as ``SWA * base + full``."""
+    base = int(mapping.numel()) + 1
+    slots = (mapping[:-1] != 0).nonzero().flatten()
+    return torch.unique(mapping[slots] // size * base + slots // size), base
+
+
+def _wrong_entries(model: Model, mapping: torch.Tensor) -> torch.Tensor:
+    """For each entry but the sentinel whether it is wrong, `[full pages + 1, page size]`. An entry
+    beyond the tokens of its page may already name the peer, a detached one may still."""
+    size, device = model.geometry.page_size, mapping.device
+    entries = mapping[:-1].view(-1, size)
+    wrong = entries != 0
+    for page, peer in model.detached.items():
+        wrong[page] &= entries[page] != torch.arange(peer * size, (peer + 1) * size, device=device)
+    lent = [page for _, page in model.lent_pages() if page.swa]
+    if not lent:
+        return wrong
+    full, used, swa = (_ids_on(device, ids) for ids in _numbers(lent))
+    offsets = torch.arange(size, device=device)
+    seen = entries[full]
+    beyond = (offsets >= used[:, None]) & (seen == 0)
+    wrong[full] = (seen != swa[:, None] * size + offsets) & ~beyond
+    # What is served comes in whole pages: all tokens of one have their peer, or none.
+    for part in lent if not model.geometry.serves else ():
+        if NO_PEER in part.swa_stamps:
+            wanted = _ids_on(device, _peers(part, size))
+            wrong[part.full, : part.tokens] = entries[part.full, : part.tokens] != wanted
+    return wrong
+
+
+def _numbers(pages: list[Page]) -> tuple[list[int], list[int], list[int]]:
+    """Full page, tokens and SWA page of each."""
+    return (
+        [page.full for page in pages],
+        [len(page.full_stamps) for page in pages],
+        [page.swa for page in pages],
+    )
+
+
+def _ids_on(device: torch.device, numbers: list[int]) -> torch.Tensor:
+    return torch.from_numpy(np.array(numbers, dtype=np.int64)).to(device)
 
 
 def _peers(page: Page, size: int) -> list[int]:
@@ -152,7 +208,7 @@ def no_stale_mapping(check: Check) -> list[Clause]:
     clauses = device_entries(check) if model.geometry.sparse else []
     if model.geometry.pure_swa:
         return clauses + identity_mapping(check)
-    if not model.geometry.hybrid:
+    if not model.geometry.hybrid or _mapping_right(check):
         return clauses
     _, _, mapping = check.after.tensors()
     size = model.geometry.page_size
@@ -160,13 +216,14 @@ def no_stale_mapping(check: Check) -> list[Clause]:
     if mapping.numel() != length:
         wrong_length = Clause("L4", f"a mapping of {length} entries", f"{mapping.numel()} entries")
         return [*clauses, wrong_length]
-    exact, other = _mapping_of_rows(model, mapping.numel(), mapping.device)
-    wrong = (mapping != exact) & (mapping != other)
-    if bool(wrong[-1]):
+    if int(mapping[-1]) != -1:
         clauses.append(Clause("L4", "the sentinel entry -1", str(int(mapping[-1]))))
-    for full in torch.unique(wrong[:-1].nonzero().flatten() // size).tolist():
+    wrong = _wrong_entries(model, mapping).any(dim=1).nonzero().flatten().tolist()
+    lent = {page.full: page for _, page in model.lent_pages() if page.swa} if wrong else {}
+    for full in wrong:
         entries = mapping[full * size : (full + 1) * size].tolist()
-        wanted = exact[full * size : (full + 1) * size].tolist()
+        peers = _peers(lent[full], size) if full in lent else []
+        wanted = peers + [0] * (size - len(peers))
         swa = tuple(sorted({entry // size for entry in entries if entry > 0}))
         clauses.append(
             Clause("L4", f"full page {full} mapped to {wanted}", str(entries), (full,), swa)
@@ -190,14 +247,17 @@ def drained(check: Check) -> list[Clause]:
     if mapped.numel() and not check.model.geometry.pure_swa:
         pages = tuple(torch.unique(mapped).tolist())
         clauses.append(_clause("L10", "no full slot mapped", some(pages), "full", pages))
-    return clauses + device_unmapped(check)
+    return clauses + (device_unmapped(check) if check.model.geometry.sparse else [])
 
 
 def stamps(check: Check) -> list[Clause]:
     """stamps on tensors: one gather a stream, and a host list of the pages that differ."""
     clauses: list[Clause] = []
+    due: dict[str, DueStamps] = {}
     for stream, rows in zip(check.after.streams, check.after.stamp_tensors(), strict=False):
-        for full, swa in _wrong_pages(check.model, stream, rows):
+        if stream.side not in due:
+            due[stream.side] = _due_stamps(check.model, stream)
+        for full, swa in _wrong_pages(due[stream.side], stream, rows):
             place = {"full": f"full page {full}", "SWA": f"SWA page {swa}"}
             where = place.get(stream.side, f"the device page of logical page {full}")
             expected = f"{where}, {stream.name}: the stamps of its tokens"
@@ -206,30 +266,102 @@ def stamps(check: Check) -> list[Clause]:
     return clauses
 
 
-def _wrong_pages(model: Model, stream: Stream, rows: torch.Tensor) -> list[tuple[int, int]]:
+@dataclass(frozen=True, slots=True)
+class DueStamps:
+    """Slots of a side, the stamps that they must hold, and the place of their page in ``pages``,
+    which are (full page, SWA page)."""
+
+    slots: NDArray[np.int64]
+    stamps: NDArray[np.int64]
+    place: NDArray[np.int64]
+    pages: list[tuple[int, int]]
+
+
+def _due_stamps(model: Model, stream: Stream) -> DueStamps:
+    """What the rows of a stream's side must hold, without those of which nothing is known."""
+    geometry = model.geometry
+    pages = [page for _, page in model.lent_pages()]
+    own = [page_stamps(stream, page, geometry) for page in pages]
+    lengths = np.fromiter(map(len, own), np.int64, len(own))
+    total = int(lengths.sum())
+    wanted = np.fromiter(chain.from_iterable(own), np.int64, total)
+    starts = np.array(
+        [number * size for number, size in (page_place(stream, p, geometry) for p in pages)],
+        np.int64,
+    )
+    place = np.repeat(np.arange(len(pages)), lengths)
+    slots = np.repeat(starts - (np.cumsum(lengths) - lengths), lengths) + np.arange(total)
+    known = wanted != UNKNOWN
+    if stream.side != "full":
+        known &= wanted != NO_PEER
+    if not known.all():
+        slots, wanted, place = slots[known], wanted[known], place[known]
+    return DueStamps(slots, wanted, place, [(page.full, page.swa) for page in pages])
+
+
+def _wrong_pages(due: DueStamps, stream: Stream, rows: torch.Tensor) -> list[tuple[int, int]]:
     """(full page, SWA page) of the pages whose rows differ in a stream."""
-    slots: list[int] = []
-    wanted: list[int] = []
-    pages: list[tuple[int, int]] = []
-    skipped = (UNKNOWN,) if stream.side == "full" else (UNKNOWN, NO_PEER)
-    for _, page in model.lent_pages():
-        number, size = page_place(stream, page, model.geometry)
-        for offset, stamp in enumerate(page_stamps(stream, page, model.geometry)):
-            if stamp not in skipped:
-                slots.append(number * size + offset)
-                wanted.append(stream.sign * stamp)
-                pages.append((page.full, page.swa))
-    at = torch.tensor(slots, dtype=torch.int64, device=rows.device)
-    bad = rows[at] != torch.tensor(wanted, dtype=torch.int64, device=rows.device)
-    return sorted({pages[i] for i in bad.nonzero().flatten().tolist()})
+    seen = rows[torch.from_numpy(due.slots).to(rows.device)]
+    wrong = seen != stream.sign * torch.from_numpy(due.stamps).to(rows.device)
+    places = due.place[wrong.cpu().numpy()]
+    return sorted({due.pages[place] for place in places.tolist()})
+
+
+def group_law(check: Check) -> list[Clause]:
+    """L6 on tensors, where it holds."""
+    if not isinstance(check.op, GroupEnd) or all(_as_the_model(*it) for it in _sides(check)):
+        return []
+    return plain.group_law(check)
+
+
+def _as_the_model(name: str, side: Side, free: torch.Tensor) -> bool:
+    """Whether the pages in the free containers are those that the model says."""
+    inside = bool(((free >= 1) & (free <= side.total)).all())
+    seen = _counts(free, side.total) > 0
+    return inside and torch.equal(seen, _mask(side.free, side.total, free.device))
+
+
+def tensors_are_owned(check: Check) -> list[Clause]:
+    """L8 on tensors, where it holds: the rest of the view stays where it is."""
+    held = check.after.held_tensors()
+    if all(tuple(slots.tolist()) == check.held[number] for number, slots in held.items()):
+        return []
+    return plain.tensors_are_owned(check)
+
+
+def request_rows(check: Check) -> list[Clause]:
+    """rows on tensors, where it holds."""
+    table, model = check.after.request_tensors()[1], check.model
+    if not table.numel():
+        return []
+    width = table.numel() // (model.geometry.requests + 1)
+    if all(_row_holds(table[row.request * width :], row, model) for row in model.rows.values()):
+        return []
+    return contents.request_rows(check)
+
+
+def _row_holds(seen: torch.Tensor, row: Row, model: Model) -> bool:
+    """Whether a row of the table begins with the slots of a request whose pages are all there."""
+    size = model.geometry.page_size
+    if any(page.gone for page in row.pages):
+        return False
+    full = torch.tensor([page.full for page in row.pages], dtype=torch.int64, device=seen.device)
+    slots = full[:, None] * size + torch.arange(size, device=seen.device)
+    tokens = row.tokens
+    return torch.equal(seen[:tokens], slots.flatten()[:tokens])
 
 
 VECTORISED: dict[str, LawForm] = {
     "L3": mapped_is_allocated,
     "L2": no_page_twice,
     "L4": no_stale_mapping,
+    "L6": group_law,
     "L1": conservation,
+    "tree": tree_quickly,
+    "locks": locks_quickly,
+    "L8": tensors_are_owned,
     "L10": drained,
     "stamps": stamps,
+    "rows": request_rows,
 }
 """The vectorised form of every law whose plain form grows with the pool, by id."""

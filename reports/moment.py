@@ -10,25 +10,36 @@ import mmap
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Literal
 
 from kvcore.invariants import Run
 from kvcore.models import Geometry, Model, Outcome
 from kvcore.models.ops import DeviceBuffer, Op
-from kvcore.models.outcomes import Lent
+from kvcore.models.outcomes import Lent, Served
+from kvcore.models.serving import ServingModel
 from kvcore.models.state import Row
 from kvcore.models.state import Side as ModelSide
 from kvcore.targets.protocol import HostView, View
+from kvcore.targets.tree_view import TreeView
 
 
 @dataclass(frozen=True, slots=True)
 class Owner:
     """Who holds a full page: the ``page``-th page of ``sequence``, ``tokens`` of it in use.
-    ``device``: the device page that belongs to it, 0 for none."""
+    ``device``: the device page that belongs to it, 0 for none. ``noun``: what ``sequence`` is the
+    name of; the cache, "tree", has no name, and its pages are counted from the root."""
 
     sequence: int
     page: int
     tokens: int
     device: int = 0
+    noun: Literal["seq", "request", "load", "tree"] = "seq"
+
+    @property
+    def words(self) -> str:
+        """Owner and page, as they stand in a table."""
+        name = "" if self.noun == "tree" else f" {self.sequence}"
+        return f"{self.noun}{name} page {self.page}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +97,8 @@ class Moment:
     page: ``owners``; ``left_by``, the rows whose window moved on from it; ``device_detached``, the
     device page that it gave up in the open group and whose entries it may still show. ``buffers``:
     the device buffer that holds each device page. ``request_rows``: live ones by row. ``memory``:
-    by tag, empty without a memory saver."""
+    by tag, empty without a memory saver. ``tree``: the prefix cache and its requests, where there
+    are any."""
 
     geometry: Geometry
     full: Idle
@@ -102,15 +114,16 @@ class Moment:
     requests: Idle = field(default_factory=Idle)
     request_rows: dict[int, RequestRow] = field(default_factory=dict)
     memory: dict[str, Memory] = field(default_factory=dict)
+    tree: TreeView | None = None
 
 
 def look(run: Run, view: View, op: Op | None, answer: Outcome | None) -> Moment:
     """The state of ``run`` now, of which ``view`` is the target's side, taken with stamps; ``op``
     is the last one that was applied and ``answer`` what it was answered."""
     host, model = view.host(), run.model
-    rejected = answer if run.violation is not None and isinstance(answer, Lent) else None
+    rejected = answer if run.violation is not None and isinstance(answer, Lent | Served) else None
     lent = _lent(rejected, op, model.geometry)
-    owners, left_by = _holders(model)
+    owners, left_by = _served(model) if isinstance(model, ServingModel) else _holders(model)
     swa_held = {page.swa for _, page in model.lent_pages()}
     buffers = {page: name for name, pages in model.buffers.items() for page in pages}
     device_held = {page.device for _, page in model.lent_pages()} | buffers.keys()
@@ -133,6 +146,7 @@ def look(run: Run, view: View, op: Op | None, answer: Outcome | None) -> Moment:
             for row, (seq, held) in rows.items()
         },
         memory=_memory(model, host),
+        tree=view.tree,
     )
 
 
@@ -146,9 +160,15 @@ class _Answered:
     requests: frozenset[int] = frozenset()
 
 
-def _lent(answer: Lent | None, op: Op | None, geometry: Geometry) -> _Answered:
+def _lent(answer: Lent | Served | None, op: Op | None, geometry: Geometry) -> _Answered:
     if answer is None:
         return _Answered()
+    if isinstance(answer, Served):
+        return _Answered(
+            full=_pages(answer.slots, geometry.page_size),
+            swa=_pages((*answer.peers, *answer.reloaded), geometry.page_size),
+            requests=frozenset((answer.request,)) - {0},
+        )
     if isinstance(op, DeviceBuffer):
         return _Answered(device=_pages(answer.slots, geometry.device_page_size))
     return _Answered(
@@ -179,6 +199,22 @@ def _holders(model: Model) -> tuple[dict[int, Owner], dict[int, list[Owner]]]:
             else:
                 owners[page.full] = owner
     return owners, left_by
+
+
+def _served(model: ServingModel) -> tuple[dict[int, Owner], dict[int, list[Owner]]]:
+    """The same where pages are requests' own, the cache's, or those of loads in flight."""
+    owners: dict[int, Owner] = {}
+    for node in model.tree.pages.values():
+        page = node.page
+        owners[page.full] = Owner(0, node.depth - 1, page.tokens, noun="tree")
+    for name, row in model.rows.items():
+        for number, page in enumerate(row.pages):
+            own = Owner(name, number, page.tokens, noun="request")
+            owners.setdefault(page.full, own)
+    for name, load in model.loads.items():
+        for number, page in enumerate(load.pages, len(load.path)):
+            owners[page.full] = Owner(name, number, page.tokens, noun="load")
+    return owners, {}
 
 
 def _request_row(seq: int, row: Row, number: int, host: HostView, geometry: Geometry) -> RequestRow:

@@ -27,6 +27,9 @@ Places = dict[int, str]
 
 MAPPING_LAWS = frozenset(("L3", "L4"))
 """Laws whose full pages are concerned in what they map to, and not in who holds them."""
+CACHE_LAWS = frozenset(("tree", "locks"))
+"""Laws whose full pages are concerned in what the prefix cache says of them, which has a table of
+its own."""
 STATE_LAWS = frozenset(("L5", "L10"))
 """Laws whose full pages are concerned in both."""
 
@@ -45,7 +48,7 @@ class Concerned:
 
 def concerned(clauses: Sequence[Clause], moment: Moment) -> Concerned:
     """The cells that ``clauses`` point at; ``moment`` is the one in which they broke."""
-    held = [c for c in clauses if c.law not in MAPPING_LAWS]
+    held = [c for c in clauses if c.law not in MAPPING_LAWS | CACHE_LAWS]
     mapped = {
         (page, bool(clause.swa_pages))
         for clause in clauses
@@ -167,14 +170,14 @@ def _full_places(moment: Moment) -> Places:
     size = moment.geometry.page_size
     places = _places({page: _owner(it, size) for page, it in moment.owners.items()}, moment.full)
     for page in moment.left_by.keys() - moment.owners.keys():
-        rows = ", ".join(f"seq {it.sequence} page {it.page}" for it in moment.left_by[page])
+        rows = ", ".join(it.words for it in moment.left_by[page])
         places[page] = f"{_place(places, page)}, left by {rows}"
     return places
 
 
 def _owner(owner: Owner, size: int) -> str:
     part = "" if owner.tokens == size else f" ({owner.tokens}/{size})"
-    return f"seq {owner.sequence} page {owner.page}{part}"
+    return f"{owner.words}{part}"
 
 
 def _swa_places(moment: Moment) -> Places:

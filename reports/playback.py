@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from kvcore.invariants import LawBroken, Run, Verdict
 from kvcore.invariants.check import Check
 from kvcore.invariants.plain import PLAIN
-from kvcore.models import Done, Geometry, Model, Outcome, Violation
+from kvcore.models import Done, Geometry, Outcome, Violation, model_of
 from kvcore.models.ops import Clear, Op
 from kvcore.reports.moment import Moment, look
 from kvcore.targets.protocol import Target, View
@@ -87,7 +87,7 @@ def is_broken_when_fresh(target: str, geometry: Geometry, law: str) -> bool:
     if law not in PLAIN:
         return False
     fresh = open_target(target)(geometry)
-    model = Model(geometry, fresh.contract)
+    model = model_of(geometry, fresh.contract)
     view = fresh.view(stamps=True)
     check = Check(model, Clear(), Done(), before=None, after=view, held={}, drained=False)
     clauses = PLAIN[law](check)

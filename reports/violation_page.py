@@ -16,6 +16,7 @@ from rich.text import Text
 
 from kvcore.invariants import BY_ID, DRAIN
 from kvcore.models import Clause, Violation
+from kvcore.reports.cache_table import cache_tables
 from kvcore.reports.layout import heading, new_table
 from kvcore.reports.lines import SAME, SIGN
 from kvcore.reports.memory_table import memory_table
@@ -26,6 +27,11 @@ from kvcore.reports.request_table import request_table
 from kvcore.reports.wording import answer, arguments, count, pools, ranges
 from kvcore.targets.faults import Fault
 
+CACHE_WORDS = (
+    "  prefixes: full pages, state of their SWA values, locks full/SWA",
+    "  requests: tokens computed/with slots, in the cache, SWA freed and lock up to",
+)
+"""How to read the tables of a prefix cache."""
 MOST_CLAUSES = 8
 MOST_OPS = 40
 """Of a longer program only the last ops are shown."""
@@ -187,6 +193,7 @@ def _tables(moments: Sequence[Moment], clauses: Sequence[Clause] = ()) -> Iterat
     tables = page_tables(moments, clauses)
     if moments[0].geometry.requests:
         tables.append(request_table(moments, clauses))
+    tables += cache_tables(moments, clauses)
     if moments[0].memory:
         tables.append(memory_table(moments, clauses))
     for table in tables:
@@ -202,4 +209,6 @@ def _groups(moments: Sequence[Moment]) -> Text:
         lines[0] += f"; {SIGN} broke the law, {SAME} did not change"
     if moments[0].geometry.sparse:
         lines.append("  full pages are the logical pages; device pages lie under them")
+    if moments[0].tree is not None:
+        lines += CACHE_WORDS
     return Text("\n".join(lines), style="dim")

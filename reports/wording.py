@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
-from kvcore.models import Geometry, Outcome, ops
+from kvcore.models import Geometry, Outcome, ops, request_ops
 from kvcore.models.hostile import HOSTILE_CALLS
-from kvcore.models.outcomes import Lent, Raised, Refused
+from kvcore.models.outcomes import Lent, Raised, Refused, Served
+from kvcore.models.texts import Text
 
 FORMS = {
     "slots": "",
@@ -18,6 +19,9 @@ FORMS = {
     "segment": ", as a segment",
     "segments": ", as two segments",
 }
+
+MOST_RUNS = 24
+"""Runs of numbers in a cell; more do not help anybody."""
 
 ON_BACKUPS = frozenset(("restore_short",))
 """Hostile calls that name a backup, where others name a sequence."""
@@ -40,6 +44,8 @@ def pools(geometry: Geometry) -> str:
     parts += ["every layer sliding"] * geometry.pure_swa
     parts += [geometry.attention.upper()] * (geometry.attention != "mha")
     parts += [count(geometry.requests, "request")] * (geometry.requests > 0)
+    parts += [f"window {geometry.window:,}"] * geometry.serves
+    parts += [f"context {geometry.context:,}"] * (geometry.context > 0)
     parts += ["memory saver"] * geometry.saver
     parts += ["reused in order"] * geometry.need_sort
     return ", ".join(parts)
@@ -51,14 +57,16 @@ def ranges(numbers: Iterable[int]) -> str:
 
 
 def in_order(numbers: Iterable[int]) -> str:
-    """Numbers as they stand, rising runs of three or more drawn together: "8-11, 4, 5"."""
+    """Numbers as they stand, rising runs of three or more drawn together: "8-11, 4, 5"; of many
+    runs the first ones, and how many numbers there are."""
     given = list(numbers)
     breaks = [i for i, (a, b) in enumerate(pairwise(given), 1) if b != a + 1]
     runs = [given[i:j] for i, j in pairwise([0, *breaks, len(given)])] if given else []
     parts: list[str] = []
-    for run in runs:
+    for run in runs[:MOST_RUNS]:
         parts += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else [str(number) for number in run]
-    return ", ".join(parts)
+    more = f" … ({len(given):,} in all)" if len(runs) > MOST_RUNS else ""
+    return ", ".join(parts) + more
 
 
 def span(start: int, stop: int | None) -> str:
@@ -131,7 +139,63 @@ def _on_devices(op: ops.Op) -> str:
         case ops.Pause() | ops.Resume():
             return op.memory
         case _:
+            return _of_requests(op)
+
+
+def _of_requests(op: ops.Op) -> str:
+    match op:
+        case request_ops.Admit():
+            chunk = "" if op.tokens is None else f"; chunk of {op.tokens:,}"
+            return f"request {op.req}: {text(op.text)}; output of {op.output}{chunk}"
+        case request_ops.Prefill():
+            return f"request {op.req} +{count(op.tokens, 'token')}"
+        case request_ops.DecodeStep():
+            return f"{_requests(op.reqs)} +1 token"
+        case request_ops.Slide():
+            return _requests(op.reqs)
+        case request_ops.Speculate():
+            return f"request {op.req} +{count(op.tokens, 'draft')}"
+        case request_ops.Trim():
+            return f"request {op.req} keeps {count(op.accepted, 'draft')}"
+        case request_ops.RetractRequest():
+            copied = "copied to the host" if op.backup else "not copied"
+            return f"request {op.req}, its KV {copied}"
+        case (
+            request_ops.CacheUnfinished()
+            | request_ops.Finish()
+            | request_ops.Abort()
+            | request_ops.ResumeRequest()
+        ):
+            return f"request {op.req}"
+        case _:
+            return _of_cache(op)
+
+
+def _of_cache(op: ops.Op) -> str:
+    match op:
+        case request_ops.SavePrefix():
+            return f"{text(op.text)} as copy {op.copy}"
+        case request_ops.LoadPrefix():
+            return f"copy {op.copy} as load {op.load}"
+        case request_ops.EndLoad():
+            return f"load {op.load}, which failed" if op.failed else f"load {op.load}"
+        case request_ops.Evict():
+            return f"{op.full_tokens:,} full and {count(op.swa_tokens, 'SWA token')}"
+        case _:
             return ""
+
+
+def _requests(names: tuple[int, ...]) -> str:
+    return f"request{'s' if len(names) > 1 else ''} {', '.join(map(str, names))}"
+
+
+def text(pieces: Text) -> str:
+    """A text by its streams: "4 tokens of stream 1, 2 of 7"."""
+    if not pieces:
+        return "no tokens"
+    (stream, number), *rest = pieces
+    words = [f"{count(number, 'token')} of stream {stream}"]
+    return ", ".join(words + [f"{number:,} of {stream}" for stream, number in rest])
 
 
 def _hostile(op: ops.Hostile) -> str:
@@ -151,6 +215,8 @@ def answer(op: ops.Op, outcome: Outcome | None, geometry: Geometry) -> str:
     match outcome:
         case Lent():
             return "; ".join(_lent(op, outcome, geometry))
+        case Served():
+            return "; ".join(_served(outcome, geometry)) or "done"
         case Refused():
             return "None: no room"
         case Raised():
@@ -175,3 +241,22 @@ def _lent(op: ops.Op, lent: Lent, geometry: Geometry) -> Iterator[str]:
         yield f"device {ranges(device)}"
     if lent.requests:
         yield f"request {ranges(lent.requests)}"
+
+
+def _served(served: Served, geometry: Geometry) -> Iterator[str]:
+    """What a request-level op did, in pages; parts without any are left out."""
+    size = geometry.page_size
+    if served.request:
+        yield f"row {served.request}"
+    if served.matched:
+        yield f"prefix of {count(served.matched, 'token')}"
+    if served.slots:
+        yield f"full {ranges(slot // size for slot in served.slots)}"
+    if peers := {peer // size for peer in served.peers if peer}:
+        yield f"SWA {ranges(peers)}"
+    if served.reloaded:
+        yield f"SWA {ranges(slot // size for slot in served.reloaded)} for tombstones"
+    if served.evicted:
+        yield f"evicted full {ranges(served.evicted)}"
+    if served.tombstoned:
+        yield f"tombstoned full {ranges(served.tombstoned)}"

@@ -17,6 +17,8 @@ from kvcore.models import Geometry, Outcome, Violation, ops
 from kvcore.models.ops import Op
 from kvcore.targets.core import CoreParts, core_target
 from kvcore.targets.protocol import Answers, MemoryView, Stream, Target, View
+from kvcore.targets.serving_targets import serving_core_target
+from kvcore.targets.tree_view import TreeView
 
 torch.set_num_threads(1)
 
@@ -42,6 +44,7 @@ class Shown:
     request_rows: list[int]
     memory: MemoryView | None
     streams: tuple[Stream, ...]
+    tree: TreeView | None
 
     @classmethod
     def of(cls, view: View) -> "Shown":
@@ -61,13 +64,14 @@ class Shown:
             request_rows=list(host.request_rows),
             memory=host.memory,
             streams=view.streams,
+            tree=view.tree,
         )
 
     def view(self) -> View:
         def ids(values: list[int]) -> torch.Tensor:
             return torch.tensor(values, dtype=torch.int64)
 
-        return View(
+        view = View(
             full_free=ids(self.full_free),
             swa_free=ids(self.swa_free),
             mapping=ids(self.mapping),
@@ -82,6 +86,8 @@ class Shown:
             requests=(ids(self.request_free), ids(self.request_rows)),
             memory=self.memory,
         )
+        view.tree = self.tree
+        return view
 
     def rows_of(self, stream: str) -> list[int]:
         """The rows of a stream, by its name."""
@@ -132,7 +138,8 @@ class Scene:
         contract: dict[str, Any] | None = None,
         **cadence: Any,
     ) -> None:
-        self.target = SpoiledTarget(core_target(geometry, parts=parts))
+        make = serving_core_target if geometry.serves else core_target
+        self.target = SpoiledTarget(make(geometry, parts=parts))
         changes: dict[str, Any] = contract or {}
         self.target.contract = msgspec.structs.replace(self.target.contract, **changes)
         self.run = Run(self.target, **cadence)
