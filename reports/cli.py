@@ -1,4 +1,4 @@
-"""The command line: `kvcore verify`, `replay`, `shrink`, `faults` and `targets`.
+"""The command line: `kvcore verify`, `replay`, `shrink`, `faults`, `soak` and `targets`.
 
 Each command takes its options apart, has the work done elsewhere, and returns an exit status: 0
 clean, 1 a law broke, 2 bad usage or input, 3 the harness itself failed.
@@ -14,10 +14,11 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from kvcore.reports import edge, hunting, replaying, verifying
+from kvcore.reports import edge, hunting, replaying, soaking, verifying
 from kvcore.reports.edge import Status
 from kvcore.reports.layout import new_table, output
 from kvcore.reports.trace_files import DEFAULT_DIRECTORY, read_trace
+from kvcore.strategies.scheduler import CHUNK_TOKENS, Policy
 from kvcore.targets.registry import list_targets
 
 app = typer.Typer(
@@ -119,6 +120,53 @@ def faults(
     Layers: A allocators, P pools, M memory saver, H HiSparse.
     """
     return hunting.run(names or [], edge.at_least(1, seeds, "--seeds"), traces)
+
+
+@app.command()
+def soak(
+    workload: Annotated[
+        Path,
+        typer.Argument(
+            metavar="WORKLOAD",
+            help="Requests as JSON Lines in the Mooncake format, or a .csv file of input_length "
+            "and output_length.",
+            show_default=False,
+        ),
+    ],
+    target: TargetOption = "kvcore",
+    requests: Annotated[
+        int | None, typer.Option(metavar="N", help="Only the first N requests.")
+    ] = None,
+    geometry: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME=N,...",
+            help="Other pools: page_size, full_pages, swa_pages, requests, window, context.",
+        ),
+    ] = None,
+    check_every: Annotated[int, typer.Option(metavar="N", help="Ops between checks.")] = 50,
+    arrivals: Annotated[
+        str,
+        typer.Option(metavar="HOW", help="asap, or timestamps: paced by a virtual clock."),
+    ] = "asap",
+    chunk: Annotated[
+        int, typer.Option(metavar="N", help="Tokens of a prompt that join one prefill batch.")
+    ] = CHUNK_TOKENS,
+    seed: Annotated[int, typer.Option(metavar="S", help="Decides ties, and who is backed up.")] = 0,
+    json: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Where to write the report as JSON.")
+    ] = None,
+    traces: Annotated[
+        Path, typer.Option(metavar="DIR", help="Where the trace of a violation is written.")
+    ] = DEFAULT_DIRECTORY,
+) -> Status:
+    """Serve a recorded workload through a target.
+
+    Prefix cache, chunked prefill, retraction: what a server does, with the laws checked throughout.
+    """
+    policy = Policy(soaking.parse_arrivals(arrivals), seed, chunk)
+    plan = soaking.make_plan(workload, target, requests, geometry, check_every, policy)
+    return soaking.run(plan, json, traces)
 
 
 @app.command()

@@ -25,7 +25,13 @@ from kvcore.targets.faults import FAULTS
 LIMITS: dict[SourceName, int] = {"walker": 100, "machine": 400}
 """The sources that are held to finding every fault, and the programs that each may take."""
 
-LAYERS = {"A": "allocators", "P": "pools", "M": "memory saver", "H": "HiSparse"}
+LAYERS = {
+    "A": "allocators",
+    "P": "pools",
+    "C": "prefix cache",
+    "M": "memory saver",
+    "H": "HiSparse",
+}
 """What the letters of the layers stand for, in the order in which they are shown."""
 
 

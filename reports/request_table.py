@@ -47,7 +47,8 @@ def _lines(moments: Sequence[Moment], clauses: Sequence[Clause], total: int) -> 
 
 def _cells(moment: Moment, row: int) -> tuple[str, str]:
     held, times = moment.request_rows.get(row), moment.requests.free[row]
-    parts = [] if held is None else [f"seq {held.sequence}"]
+    noun = "request" if moment.geometry.serves else "seq"
+    parts = [] if held is None else [f"{noun} {held.sequence}"]
     parts += ["in the answer"] if row in moment.requests.unclaimed else []
     parts += [] if times == 0 else ["free" if times == 1 else f"free {times} times"]
     return " + ".join(parts) or "lost", in_order(held.slots) if held and held.slots else NOTHING

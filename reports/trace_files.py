@@ -67,7 +67,12 @@ def save_trace(trace: Trace, directory: Path = DEFAULT_DIRECTORY) -> Path:
 
 
 def write_trace(trace: Trace, path: Path) -> None:
-    """Write ``trace`` to ``path``: whole, or not at all. Raises `TraceFileError`.
+    """Write ``trace`` to ``path``, see `write_whole`."""
+    write_whole(encode_trace(trace), path)
+
+
+def write_whole(data: bytes, path: Path) -> None:
+    """Write ``data`` to ``path``: whole, or not at all. Raises `TraceFileError`.
 
     A link is followed; anything else than a regular file is left alone.
     """
@@ -78,7 +83,7 @@ def write_trace(trace: Trace, path: Path) -> None:
         descriptor, scratch = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:
             with os.fdopen(descriptor, "wb") as file:
-                file.write(encode_trace(trace))
+                file.write(data)
             # mkstemp makes files that only their owner reads; a trace is there to be shared.
             os.chmod(scratch, 0o666 & ~_umask())
             os.replace(scratch, path)

@@ -131,6 +131,7 @@ def _families(every: set[Geometry]) -> Iterator[tuple[str, int]]:
     yield "DSA", sum(geometry.attention == "dsa" for geometry in every)
     yield "a request pool", sum(geometry.requests > 0 for geometry in every)
     yield "a memory saver", sum(geometry.saver for geometry in every)
+    yield "whole requests over a prefix cache", sum(geometry.serves for geometry in every)
 
 
 def checked_and_not(target: str) -> str | None:

@@ -165,13 +165,14 @@ class Trial:
         """See `Breach.code`."""
         call = "replay" if self.name is None else "run_program"
         home = "replay" if self.name is None else "isolation"
+        modules = sorted({_module(op) for op in program} or {"ops"})
         lines = [
-            "from kvcore.models import Geometry, ops",
+            f"from kvcore.models import Geometry, {', '.join(modules)}",
             f"from kvcore.strategies.{home} import {call}",
             *self.imports,
             "",
             "program = [",
-            *(f"    ops.{_spelled(op)}," for op in program),
+            *(f"    {_module(op)}.{_spelled(op)}," for op in program),
             "]",
             f"geometry = {_spelled(geometry)}",
             f"assert {call}({self.spelling}, geometry, program).violation is None",
@@ -197,7 +198,8 @@ def check_target(
             --target` takes it. Named foreign code runs in a child process, so that its death is a
             finding; a function runs in this process.
         machines: kinds of pools to try, see `kvcore.strategies.machines.MACHINES`; by default all
-            that a named target has, and "hybrid" for a function.
+            that a named target has, and "hybrid" for a function. "requests" is for targets of
+            whole requests (`kvcore.targets.serving`); an allocator is tried on its own calls.
         page_sizes: slots a page; a machine takes those that fit it.
         programs: how many programs to run on each machine, dealt to the sources in turn;
             Hypothesis may add one to each of its turns, and ends a turn at a violation.
@@ -400,6 +402,11 @@ def _shrunk(finding: _Finding, label: str) -> Breach:
         found=len(program),
         code=finding.trial.code(small.geometry, small.program),
     )
+
+
+def _module(op: Op) -> str:
+    """The module of the vocabulary that an op is from."""
+    return type(op).__module__.rpartition(".")[2]
 
 
 def _spelled(data: msgspec.Struct) -> str:

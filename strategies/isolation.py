@@ -14,6 +14,8 @@ import signal
 from collections.abc import Sequence
 from typing import BinaryIO
 
+import torch
+
 from kvcore.invariants import Tally, Verdict
 from kvcore.invariants.run import Applying, Event
 from kvcore.models import Clause, Geometry, Violation
@@ -56,6 +58,8 @@ def replay_isolated(
     if child == 0:
         os.close(receiving)
         faulthandler.disable()
+        # The threads that this process had are not there in the child, which would wait for them.
+        torch.set_num_threads(1)
         status = 1
         try:
             with os.fdopen(sending, "wb") as out:

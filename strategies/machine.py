@@ -2,9 +2,9 @@
 
 `machine_for` builds a machine class for a target: use it as a test case, or run it with
 `hypothesis.stateful.run_state_machine_as_test`. It holds no oracle: each rule proposes one op and
-the run judges it. Kinds that faults need together (detaching and recovering peers inside a group)
-have several rules, since Hypothesis picks rules evenly; a rule draws one integer.
-Leaves out the other Hypothesis source, whole programs (`kvcore.strategies.program`).
+the run judges it; a rule draws one integer. Leaves out which rules there are
+(`kvcore.strategies.machine_rules`), and the other Hypothesis source, whole programs
+(`kvcore.strategies.program`).
 """
 
 from __future__ import annotations
@@ -22,38 +22,15 @@ from hypothesis.stateful import (
 
 from kvcore.invariants import Run
 from kvcore.invariants.run import Listener
-from kvcore.models import Contract, Geometry
-from kvcore.strategies.propose import PackedChoices, propose
-from kvcore.strategies.weights import kinds_for, op_kind_of
+from kvcore.models import Contract, Geometry, ServingModel
+from kvcore.models.ops import Op
+from kvcore.strategies.choices import PackedChoices
+from kvcore.strategies.machine_rules import REQUEST_RULES, is_possible, pick_kind, rules_for
+from kvcore.strategies.propose import propose
 from kvcore.targets.protocol import TargetFactory
 
 CHOICES = st.integers(0, 2**48 - 1)
-"""What one rule draws, see `kvcore.strategies.propose.PackedChoices`."""
-
-RULES_INSIDE: dict[str, int] = {
-    "free": 2,
-    "free_swa": 5,
-    "recover_locked": 5,
-    "load_back_swa": 3,
-    "free_device": 3,
-    "device_buffer": 2,
-    "hostile": 4,
-    "group_end": 3,
-}
-"""Rules a kind inside a group, where not one."""
-
-RULES_OUTSIDE: dict[str, int] = {
-    "hostile": 3,
-    "group_begin": 6,
-    "alloc": 2,
-    "extend_new": 2,
-    "free_swa": 2,
-    "device_buffer": 3,
-    "reserve": 3,
-    "drop": 2,
-    "resume": 2,
-}
-"""Rules a kind outside groups, where not one."""
+"""What one rule draws, see `kvcore.strategies.choices.PackedChoices`."""
 
 RunSink = Callable[[Run], None]
 
@@ -85,7 +62,16 @@ class AllocatorMachine(RuleBasedStateMachine):
 
     def perform(self, kind: str, choices: int) -> None:
         """Propose an op of this kind and apply it, if there is one."""
-        op = propose(kind, self.run.model, PackedChoices(choices))
+        self._apply(propose(kind, self.run.model, PackedChoices(choices)))
+
+    def perform_one_of(self, kinds: Sequence[str], choices: int) -> None:
+        """The same of one of these request-level kinds, see
+        `kvcore.strategies.machine_rules.pick_kind`."""
+        packed, model = PackedChoices(choices), self.run.model
+        if isinstance(model, ServingModel) and (kind := pick_kind(kinds, model, packed)):
+            self._apply(propose(kind, model, packed))
+
+    def _apply(self, op: Op | None) -> None:
         if op is not None:
             self.run.step(op)
 
@@ -135,12 +121,17 @@ def machine_for(
         "sink": staticmethod(sink) if sink is not None else None,
         "begin": initialize(geometry=st.sampled_from(list(geometries)))(AllocatorMachine.start),
     }
-    for inside, copies in ((True, RULES_INSIDE), (False, RULES_OUTSIDE)):
-        for kind in kinds_for(contract, inside=inside):
-            for number in range(copies.get(kind, 1)):
-                where = "in_group" if inside else "alone"
-                body[f"{kind}_{where}_{number}"] = _rule(kind, inside=inside)
-    return type(name, (AllocatorMachine,), body)
+    rules = _request_rules() if "admit" in contract.ops else _allocator_rules(contract)
+    return type(name, (AllocatorMachine,), body | rules)
+
+
+def _allocator_rules(contract: Contract) -> dict[str, Any]:
+    rules: dict[str, Any] = {}
+    for inside in (True, False):
+        where = "in_group" if inside else "alone"
+        for number, kind in enumerate(rules_for(contract, inside=inside)):
+            rules[f"{kind}_{where}_{number}"] = _rule(kind, inside=inside)
+    return rules
 
 
 def _rule(kind: str, *, inside: bool) -> Any:
@@ -150,20 +141,28 @@ def _rule(kind: str, *, inside: bool) -> Any:
         machine.perform(kind, choices)
 
     perform.__name__ = kind
-    needs_rows = op_kind_of(kind) not in _ALWAYS
 
     def possible(machine: AllocatorMachine) -> bool:
         model = machine.run.model
-        return model.group_open == inside and (bool(model.rows) or not needs_rows)
+        return model.group_open == inside and is_possible(kind, model)
 
     return precondition(possible)(rule(choices=CHOICES)(perform))
 
 
-_ALWAYS = frozenset(
-    (
-        *("alloc", "extend", "extend_logical", "swa_tail", "load_back"),
-        *("group_begin", "group_end", "clear", "hostile", "free_buffer"),
-        *("reserve", "drop", "pause", "resume"),
-    )
-)
-"""Op kinds that need no live row."""
+def _request_rules() -> dict[str, Any]:
+    return {
+        f"{kinds[0]}_{number}": _request_rule(kinds)
+        for kinds, copies in REQUEST_RULES.items()
+        for number in range(copies)
+    }
+
+
+def _request_rule(kinds: Sequence[str]) -> Any:
+    """A rule that asks for one op of these kinds. It is always possible: Hypothesis varies its
+    examples step by step, and a step that has become impossible is the end of such an example."""
+
+    def perform(machine: AllocatorMachine, choices: int) -> None:
+        machine.perform_one_of(kinds, choices)
+
+    perform.__name__ = kinds[0]
+    return rule(choices=CHOICES)(perform)

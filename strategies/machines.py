@@ -106,6 +106,28 @@ def _composed(rng: random.Random, page_size: int, sort: bool) -> Geometry:
     )
 
 
+SERVING_PAGES = (8, 12, 12, 16, 16, 24, 32, 64)
+"""For whole requests: few, so that caches are evicted and requests retracted."""
+
+
+def _serving(rng: random.Random, page_size: int, sort: bool) -> Geometry:
+    full = rng.choice(SERVING_PAGES)
+    swa = rng.choice((full // 2, full * 3 // 4, full, full))
+    # Less than a page, whole pages, and what is neither; several windows fit into the pool.
+    half = max(1, page_size // 2)
+    pages = (page_size, 2 * page_size, 3 * page_size)
+    windows = (half, *pages, page_size + 1, page_size + half, 3 * page_size - 1)
+    return Geometry(
+        page_size,
+        full,
+        swa,
+        sort,
+        requests=rng.choice((2, 3, 4, 6)),
+        window=rng.choice([window for window in windows if 4 * window <= swa * page_size]),
+        context=rng.choice((0, full * page_size)),
+    )
+
+
 MACHINES: dict[str, Machine] = {
     machine.name: machine
     for machine in (
@@ -118,8 +140,10 @@ MACHINES: dict[str, Machine] = {
         Machine("request pool", _requests),
         Machine("memory saver", _saver),
         Machine("composed", _composed),
+        Machine("requests", _serving, share=7),
         Machine("wrapper beside inner", _hybrid, page_unit=COMPRESS),
     )
 }
 """Every machine by name. "composed" runs allocator, request pool, retraction and memory saver
-together, on every kind of attention; "wrapper beside inner" two allocators in lockstep (law L9)."""
+together, on every kind of attention; "requests" is whole requests with a prefix cache; "wrapper
+beside inner" two allocators in lockstep (law L9)."""

@@ -16,9 +16,10 @@ from kvcore.invariants import Run
 from kvcore.invariants.run import Listener
 from kvcore.models import Contract, Geometry
 from kvcore.models.ops import Op
+from kvcore.strategies.choices import PackedChoices
 from kvcore.strategies.machine import CHOICES, RunSink, widest_contract
-from kvcore.strategies.propose import PackedChoices, propose
-from kvcore.strategies.weights import INSIDE, OUTSIDE, kinds_for
+from kvcore.strategies.propose import propose
+from kvcore.strategies.weights import weights_for
 from kvcore.targets.protocol import TargetFactory
 
 LENGTHS = (20, 50)
@@ -42,9 +43,8 @@ def drafts(contract: Contract) -> st.SearchStrategy[Draft]:
     """Drafts of the kinds that a contract allows, in proportion to their weights."""
     weighted: dict[bool, list[str]] = {}
     for inside in (True, False):
-        table = INSIDE if inside else OUTSIDE
-        kinds = kinds_for(contract, inside=inside)
-        weighted[inside] = [kind for kind in kinds for _ in range(table[kind])]
+        weights = weights_for(contract, inside=inside)
+        weighted[inside] = [kind for kind, weight in weights.items() for _ in range(weight)]
     return st.builds(
         Draft,
         st.sampled_from(weighted[True]),

@@ -2,46 +2,28 @@
 
 All three sources choose kinds and integers, each in its own way; what the integers mean is decided
 here, modulo what is live. Holds no oracle: whether an outcome is right is for the model and the
-laws to say. Leaves out the weights of the kinds (`kvcore.strategies.weights`).
+laws to say. Leaves out the proposals of request-level ops (`kvcore.strategies.propose_requests`)
+and the weights of the kinds (`kvcore.strategies.weights`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
-from kvcore.models import Model, ops
+from kvcore.models import Model, ServingModel, ops
 from kvcore.models.hostile import HOSTILE_CALLS
 from kvcore.models.ops import Form, Memory, Op
 from kvcore.models.state import Page, Row
-
-
-class Choices(Protocol):
-    """Where the integers come from."""
-
-    def below(self, bound: int) -> int:
-        """An integer in ``[0, bound)``; ``bound`` is at least 1."""
-        ...
-
-
-class PackedChoices:
-    """Choices packed into one integer, as mixed-radix digits; 0 when it is used up. One integer is
-    one draw for Hypothesis, and a smaller one is a simpler op."""
-
-    def __init__(self, packed: int) -> None:
-        self._left = packed
-
-    def below(self, bound: int) -> int:
-        """The next digit, in base ``bound``."""
-        self._left, digit = divmod(self._left, bound)
-        return digit
-
+from kvcore.strategies.choices import Choices
+from kvcore.strategies.propose_requests import propose_request
 
 Proposal = Callable[[Model, Choices], Op | None]
 
 
 def propose(kind: str, model: Model, choices: Choices) -> Op | None:
     """An op of this kind that is allowed now, or None if the integers name none."""
+    if isinstance(model, ServingModel):
+        return propose_request(kind, model, choices)
     op = PROPOSALS[kind](model, choices)
     return op if op is not None and model.allows(op) else None
 
@@ -483,4 +465,4 @@ PROPOSALS: dict[str, Proposal] = {
     "clear": _clear,
     "hostile": _hostile,
 }
-"""Every kind that a source can ask for."""
+"""Every kind that a source can ask for where programs are of allocator calls."""

@@ -19,7 +19,6 @@ from kvcore.models import Geometry, Violation
 from kvcore.models.ops import Op
 from kvcore.strategies.isolation import run_program
 from kvcore.strategies.simpler import (
-    Program,
     merged,
     names,
     pages_of,
@@ -28,6 +27,7 @@ from kvcore.strategies.simpler import (
     shorter,
     simpler,
 )
+from kvcore.strategies.simpler_requests import Program, retold
 from kvcore.strategies.smaller import FEW, PLAINER, SIDES, less, resized
 
 Execute = Callable[[Geometry, Sequence[Op]], Verdict]
@@ -109,6 +109,7 @@ class Shrinker:
         while size != (size := self._weight()):
             self._remove_pieces()
             self._simplify()
+            self._retell()
             self._shrink_pools()
             self._shrink_together()
             self._merge()
@@ -195,6 +196,12 @@ class Shrinker:
                     break
             else:
                 at += 1
+
+    def _retell(self) -> None:
+        """Shorter texts and fewer streams in all ops at once: prefixes stay shared."""
+        size = self._geometry.page_size
+        while any(self._fails(self._geometry, told) for told in retold(self._program, size)):
+            pass
 
     def _shrink_pools(self) -> None:
         """Plainer and smaller pools, if it still fails: small tables are easy to read."""

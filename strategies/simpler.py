@@ -1,7 +1,7 @@
 """Simpler ops for a shrink: variants of an op or of a program that say less.
 
-Leaves out the pools (`kvcore.strategies.smaller`) and whether a program still fails
-(`kvcore.strategies.shrink`).
+Leaves out request-level ops (`kvcore.strategies.simpler_requests`), the pools
+(`kvcore.strategies.smaller`) and whether a program still fails (`kvcore.strategies.shrink`).
 """
 
 from __future__ import annotations
@@ -12,8 +12,14 @@ import msgspec
 
 from kvcore.models import Geometry, ops
 from kvcore.models.ops import Op
-
-Program = tuple[Op, ...]
+from kvcore.strategies.simpler_requests import (
+    Program,
+    merged_requests,
+    renumber_requests,
+    request_pages,
+    shorter_request,
+    simpler_request,
+)
 
 
 def pages_of(op: Op, geometry: Geometry) -> tuple[int, int]:
@@ -29,7 +35,8 @@ def pages_of(op: Op, geometry: Geometry) -> tuple[int, int]:
         case ops.LoadBack():
             return op.pages, op.swa_pages
         case _:
-            return 0, 0
+            pages = request_pages(op, geometry)
+            return pages, pages
 
 
 def parts_dropped(op: Op, geometry: Geometry) -> Iterator[tuple[Op, int]]:
@@ -52,11 +59,13 @@ def shorter(op: Op, pages: int, size: int) -> Op | None:
         case ops.SwaTail() if op.tail > pages * size:
             return replace(op, tokens=op.tokens - pages * size, tail=op.tail - pages * size)
         case _:
-            return None
+            return shorter_request(op, pages * size)
 
 
 def merged(program: Program, at: int) -> Iterator[Program]:
-    """The program with the extend at ``at`` taking in a later extend of the same row."""
+    """The program with the extend at ``at`` taking in a later extend of the same row, or the
+    admission there what is computed of its request later."""
+    yield from merged_requests(program, at)
     first = program[at]
     if not isinstance(first, ops.Extend) or len(first.parts) != 1:
         return
@@ -153,6 +162,8 @@ def simpler(op: Op, size: int, known: Sequence[int]) -> Iterator[Op]:
                 yield replace(op, size=fewer)
         case ops.PagesOp():
             yield from _simpler_span(op)
+        case _:
+            yield from simpler_request(op, size)
     match op:
         case ops.Alloc() | ops.Extend() | ops.Decode() if op.overwrite:
             yield replace(op, overwrite=False)
@@ -181,7 +192,8 @@ def _fewer(count: int) -> Iterator[int]:
 
 
 def renumber(program: Program) -> Program:
-    """Sequences, backups, buffers and regions numbered from 1 in order of appearance."""
+    """Sequences, backups, buffers and regions numbered from 1 in order of appearance, and so what
+    request-level ops name."""
     rows: dict[int, int] = {}
     backups: dict[int, int] = {}
     buffers: dict[int, int] = {}
@@ -230,4 +242,4 @@ def renumber(program: Program) -> Program:
             case _:
                 return op
 
-    return tuple(one(op) for op in program)
+    return renumber_requests(tuple(one(op) for op in program))

@@ -16,6 +16,7 @@ PLAINER: tuple[dict[str, Any], ...] = (
     {"need_sort": False},
     {"saver": False},
     {"requests": 0},
+    {"context": 0},
     {"attention": "mha"},
     {"attention": "mla"},
 )
@@ -24,14 +25,15 @@ PLAINER: tuple[dict[str, Any], ...] = (
 KINDS = ("mha", "mla", "dsa")
 """Kinds of attention, the plainest first."""
 
-SIDES = ("device_pages", "full_pages", "swa_pages", "requests")
+SIDES = ("device_pages", "full_pages", "swa_pages", "requests", "window")
 FEW = (1, 2, 3, 4, 6, 8, 12, 16)
 """Sizes worth trying for a side, smallest first."""
 
 
 def resized(geometry: Geometry, **changes: Any) -> Geometry | None:
     """The geometry with these changes; None where there is no such geometry, where nothing changes,
-    where a side grows, or where the attention gets less plain."""
+    where a side grows, where the attention gets less plain, or where programs would no longer be of
+    whole requests."""
     now = msgspec.structs.asdict(geometry)
     if all(now[name] == value for name, value in changes.items()):
         return None
@@ -43,9 +45,10 @@ def resized(geometry: Geometry, **changes: Any) -> Geometry | None:
         ratio = geometry.full_pages // geometry.device_pages
         changes = {**changes, "full_pages": changes["device_pages"] * ratio}
     try:
-        return msgspec.structs.replace(geometry, **changes)
+        other = msgspec.structs.replace(geometry, **changes)
     except ValueError:
         return None
+    return other if other.serves == geometry.serves else None
 
 
 def less(geometry: Geometry, full: int, swa: int) -> Geometry | None:

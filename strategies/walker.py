@@ -15,10 +15,10 @@ from kvcore.models import Geometry, Model
 from kvcore.models.ops import Op
 from kvcore.strategies.machines import MACHINES
 from kvcore.strategies.propose import propose
-from kvcore.strategies.weights import INSIDE, OUTSIDE, kinds_for
+from kvcore.strategies.weights import weights_for
 
 LENGTHS = (20, 50, 50, 200)
-ATTEMPTS = 12
+ATTEMPTS = 24
 """How many kinds are tried before the walker gives a step up."""
 
 
@@ -57,11 +57,9 @@ class Walker:
     def _table(self, model: Model) -> tuple[list[str], list[int]]:
         inside = model.group_open
         if inside not in self._tables:
-            contract = model.contract
-            kinds = kinds_for(contract, inside=inside)
-            weights = INSIDE if inside else OUTSIDE
-            drawn = [weights[kind] * self._rng.choice((1, 2, 2, 4)) for kind in kinds]
-            self._tables[inside] = (kinds, list(accumulate(drawn)))
+            weights = weights_for(model.contract, inside=inside)
+            drawn = [weight * self._rng.choice((1, 2, 2, 4)) for weight in weights.values()]
+            self._tables[inside] = (list(weights), list(accumulate(drawn)))
         return self._tables[inside]
 
 

@@ -2,12 +2,18 @@
 
 Recoveries inside groups are what most faults need and what uniform weights almost never produce, so
 inside a group the ops that detach and recover peers outweigh the rest. Measured, not derived: see
-`kvcore faults`.
+`kvcore faults`. Leaves out the kinds of request-level programs
+(`kvcore.strategies.weights_requests`).
 """
 
 from __future__ import annotations
 
 from kvcore.models import Contract
+from kvcore.strategies.weights_requests import (
+    REQUEST_BASES,
+    REQUESTS_INSIDE,
+    REQUESTS_OUTSIDE,
+)
 
 OUTSIDE: dict[str, int] = {
     "alloc": 5,
@@ -89,10 +95,18 @@ BASES: dict[str, str] = {
 """The op kind behind a kind that is not one itself."""
 
 
+def weights_for(contract: Contract, *, inside: bool) -> dict[str, int]:
+    """The kinds that make sense under a contract and the weight of each, in a fixed order."""
+    if "admit" in contract.ops:
+        table = REQUESTS_INSIDE if inside else REQUESTS_OUTSIDE
+    else:
+        table = INSIDE if inside else OUTSIDE
+    return {kind: weight for kind, weight in table.items() if _makes_sense(kind, contract)}
+
+
 def kinds_for(contract: Contract, *, inside: bool) -> list[str]:
     """The kinds that make sense under a contract, in a fixed order."""
-    table = INSIDE if inside else OUTSIDE
-    return [kind for kind in table if _makes_sense(kind, contract)]
+    return list(weights_for(contract, inside=inside))
 
 
 def _makes_sense(kind: str, contract: Contract) -> bool:
@@ -103,4 +117,4 @@ def _makes_sense(kind: str, contract: Contract) -> bool:
 
 def op_kind_of(kind: str) -> str:
     """The op kind behind a kind that sources ask for."""
-    return BASES.get(kind, kind)
+    return BASES.get(kind) or REQUEST_BASES.get(kind, kind)

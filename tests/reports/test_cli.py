@@ -26,7 +26,7 @@ Command = Callable[..., tuple[int, str, str]]
 Snapshot = Callable[[str, str], None]
 Campaign = Callable[[Plan, Callable[[Progress], None]], Report]
 
-COMMANDS = ("verify", "replay", "shrink", "faults", "targets")
+COMMANDS = ("verify", "replay", "shrink", "faults", "soak", "targets")
 
 
 def finding_of(trace: Trace) -> Finding:
@@ -106,6 +106,21 @@ BAD_INPUTS = [
     ("faults", "nonsense"),
     ("faults", "--seeds", "0"),
     ("faults", "--seeds", "some"),
+    ("soak",),
+    ("soak", "missing"),
+    ("soak", "."),
+    ("soak", "file"),
+    ("soak", "leak.jsonl"),
+    ("soak", "requests.csv", "--requests", "-1"),
+    ("soak", "requests.csv", "--check-every", "0"),
+    ("soak", "requests.csv", "--seed", "-1"),
+    ("soak", "requests.csv", "--chunk", "0"),
+    ("soak", "requests.csv", "--arrivals", "nonsense"),
+    ("soak", "requests.csv", "--geometry", "nonsense"),
+    ("soak", "requests.csv", "--target", "nonsense"),
+    ("soak", "requests.csv", "--target", "kvcore#wrapped"),
+    ("soak", "requests.csv", "--json", "missing/report.json"),
+    ("soak", "requests.csv", "--traces", "file"),
     ("targets", "nonsense"),
     ("targets", "--nonsense"),
     ("targets", "--target", "kvcore"),
@@ -117,6 +132,7 @@ def test_bad_input_is_one_sentence_and_status_2(
     arguments: tuple[str, ...], command: Command, leak_file: Path
 ) -> None:
     Path("file").write_text("no trace\n")
+    Path("requests.csv").write_text("input_length,output_length\n4,2\n")
     status, out, err = command(*arguments)
     assert status == 2
     assert out == ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 
 from kvcore.invariants import Tally, Verdict
-from kvcore.models import Geometry, Lent, ops
+from kvcore.models import Geometry, Lent, Served, ops, request_ops
 from kvcore.models.memory import pattern
 from kvcore.models.ops import Op
 from kvcore.reports.moment import Idle, Moment, Owner, RequestRow
@@ -85,6 +85,51 @@ def test_a_request_has_a_row_with_its_slots() -> None:
     slots = lent(seen, 0).slots + lent(seen, 1).slots
     assert seen.after.request_rows == {row: RequestRow(1, slots, slots)}
     assert seen.after.requests.free.keys() == {1, 2} - {row}
+
+
+def test_pages_are_requests_own_or_the_caches_or_those_of_a_load() -> None:
+    geometry = Geometry(2, 12, 12, requests=2, window=2)
+    seen = played(
+        geometry,
+        request_ops.Admit(1, ((1, 4),), output=2),
+        request_ops.Finish(1),
+        request_ops.SavePrefix(1, ((1, 4),)),
+        request_ops.Admit(2, ((1, 4), (3, 1)), output=4),
+        request_ops.Abort(2),
+        request_ops.Evict(4, 0),
+        request_ops.Admit(3, ((1, 2), (5, 3)), output=6),
+        request_ops.CacheUnfinished(3),
+        request_ops.LoadPrefix(1, 7),
+    )
+    assert seen.after is not None
+    cached, own, loaded = (Owner(0, 0, 2, noun="tree"), Owner(3, 2, 1, noun="request"), "load")
+    owners = set(seen.after.owners.values())
+    assert {cached, Owner(0, 1, 2, noun="tree"), own} < owners
+    assert [it.words for it in owners if it.noun == loaded] == ["load 7 page 1"]
+    assert own.words == "request 3 page 2"
+    assert cached.words == "tree page 0"
+    [row] = seen.after.request_rows.values()
+    assert row.slots == row.due
+    assert len(row.slots) == 5
+    assert seen.after.tree is not None
+    assert seen.after.tree.requests.keys() == {3}
+    assert seen.before.tree != seen.after.tree
+
+
+def test_pages_of_a_request_whose_answer_was_rejected_belong_to_nobody() -> None:
+    geometry = Geometry(2, 8, 8, requests=2, window=3)
+    program: tuple[Op, ...] = (
+        request_ops.Admit(1, ((1, 6), (2, 1)), output=3),
+        request_ops.Finish(1),
+        request_ops.Evict(0, 4),
+        request_ops.Admit(2, ((1, 6), (4, 1)), output=5),
+    )
+    seen = watch("fault:match-across-tombstone", geometry, Verdict(program, None, Tally()), 3)
+    answer = seen.answers[3]
+    assert isinstance(answer, Served)
+    assert seen.after is not None
+    if seen.after.full.unclaimed:
+        assert seen.after.requests.unclaimed == {answer.request}
 
 
 def test_memory_is_told_by_tag() -> None:

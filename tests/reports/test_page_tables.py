@@ -195,6 +195,32 @@ def test_a_page_table_never_runs_away() -> None:
     assert len(full) == MOST_ROWS + 1
 
 
+# A pool under a prefix cache.
+
+SERVING = Geometry(page_size=2, full_pages=4, swa_pages=4, requests=2, window=3)
+
+
+def test_a_page_is_a_requests_the_caches_or_a_loads() -> None:
+    owners = {
+        1: Owner(3, 2, 1, noun="request"),
+        2: Owner(0, 1, 2, noun="tree"),
+        3: Owner(1, 4, 2, noun="load"),
+    }
+    state = replace(moment(SERVING), owners=owners, full=free(4, owners.keys()))
+    full, _ = rows_of([state])
+    assert full["1"] == ["request 3 page 2 (1/2)", "-"]
+    assert full["2"] == ["tree page 1", "-"]
+    assert full["3"] == ["load 1 page 4", "-"]
+    assert full["4"] == ["free", "-"]
+
+
+@pytest.mark.parametrize("law", ["tree", "locks"])
+def test_what_the_cache_says_of_a_page_is_not_who_holds_it(law: str) -> None:
+    state = moment(SERVING, rows={2: (7, 3)})
+    full, _ = rows_of([state, state], Clause(law, "this", "that", (2,)))
+    assert full["2"] == ["seq 7 page 0", "3", "·", "·"]
+
+
 # A pool in which every layer slides.
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections import Counter
+from dataclasses import replace
 
 from rich.console import Console
 
@@ -42,6 +43,12 @@ def lines_of(moments: list[Moment], *clauses: Clause) -> list[str]:
 def test_a_row_is_of_a_sequence_or_free() -> None:
     state = moment({2: request(7, 4, 5, 6, 7, 12)})
     assert lines_of([state]) == ["1 free -", "2 seq 7 4-7, 12", "3-4 free -"]
+
+
+def test_under_a_prefix_cache_a_row_is_of_a_request() -> None:
+    serving = Geometry(2, 8, 8, requests=1, window=3)
+    state = replace(moment({1: request(7, 4)}, requests=1), geometry=serving)
+    assert lines_of([state]) == ["1 request 7 4"]
 
 
 def test_what_the_op_changed_stands_beside_what_was() -> None:

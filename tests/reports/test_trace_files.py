@@ -13,6 +13,7 @@ import pytest
 from kvcore.invariants import LawBroken, Run
 from kvcore.models import Geometry, ops
 from kvcore.models.ops import OP_KINDS, AnyOp, Op
+from kvcore.models.request_ops import REQUEST_OP_KINDS, RequestOp
 from kvcore.models.trace import Trace, TraceError, encode_trace, new_header
 from kvcore.reports.trace_files import (
     TraceFileError,
@@ -226,6 +227,7 @@ def test_a_recording_that_cannot_be_started_is_one_sentence(tmp_path: Path) -> N
 
 def test_the_page_on_the_format_names_every_op_and_every_field() -> None:
     words = (Path(__file__).parents[2] / "docs" / "traces.md").read_text(encoding="utf-8")
-    fields = {name for kind in get_args(AnyOp) for name in kind.__struct_fields__}
-    for name in {*OP_KINDS, *Geometry.__struct_fields__, *fields}:
+    kinds = (*get_args(AnyOp), *get_args(RequestOp))
+    fields = {name for kind in kinds for name in kind.__struct_fields__}
+    for name in {*OP_KINDS, *REQUEST_OP_KINDS, *Geometry.__struct_fields__, *fields}:
         assert f"`{name}`" in words

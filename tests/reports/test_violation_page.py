@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from kvcore.invariants import BY_ID, DRAIN, Tally, Verdict
-from kvcore.models import Clause, Geometry, Violation, ops
+from kvcore.models import Clause, Geometry, Violation, ops, request_ops
 from kvcore.models.ops import Op
 from kvcore.models.trace import Trace
 from kvcore.reports.playback import watch
@@ -53,6 +53,17 @@ FAMILIES: dict[str, tuple[str, Geometry, tuple[Op, ...]]] = {
         Geometry(2, 2, 2, attention="dsa"),
         (ops.Alloc(1, 1), ops.Retract(1, 1), ops.Alloc(2, 1), ops.Restore(1, 3)),
     ),
+    "cache": (
+        "fault:lock-not-paired",
+        Geometry(4, 3, 3, requests=1, window=1),
+        (
+            request_ops.Admit(1, ((1, 8), (2, 1)), output=3),
+            request_ops.CacheUnfinished(1),
+            request_ops.SavePrefix(1, ((1, 4),)),
+            request_ops.Evict(0, 1),
+            request_ops.LoadPrefix(1, 1),
+        ),
+    ),
 }
 
 # Of the others a right state that shows what there is to see.
@@ -64,6 +75,20 @@ STATES: dict[str, tuple[Geometry, tuple[Op, ...]]] = {
     "requests": (
         Geometry(2, 4, 3, attention="mla", requests=3),
         (ops.Extend(((1, 3), (2, 2))), ops.Retract(1, 1), ops.Restore(1, 3)),
+    ),
+    "cache": (
+        Geometry(2, 10, 8, requests=3, window=3),
+        (
+            request_ops.Admit(1, ((1, 8), (2, 1)), output=3),
+            request_ops.Slide((1,)),
+            request_ops.Finish(1),
+            request_ops.Admit(2, ((1, 8), (4, 2)), output=5),
+            request_ops.SavePrefix(1, ((1, 8),)),
+            request_ops.Speculate(2, 2),
+            request_ops.Trim(2, 1),
+            request_ops.CacheUnfinished(2),
+            request_ops.Evict(0, 16),
+        ),
     ),
 }
 

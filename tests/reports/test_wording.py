@@ -4,10 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from kvcore.models import Done, Geometry, Lent, Outcome, Raised, Refused, ops
+from kvcore.models import Done, Geometry, Lent, Outcome, Raised, Refused, ops, request_ops
 from kvcore.models.hostile import HOSTILE_CALLS
 from kvcore.models.ops import OP_KINDS, Op
-from kvcore.reports.wording import answer, arguments, count, in_order, pools, ranges, span
+from kvcore.models.outcomes import Served
+from kvcore.models.request_ops import REQUEST_OP_KINDS
+from kvcore.reports.wording import (
+    MOST_RUNS,
+    answer,
+    arguments,
+    count,
+    in_order,
+    pools,
+    ranges,
+    span,
+)
 
 
 @pytest.mark.parametrize(
@@ -28,6 +39,13 @@ def test_runs_of_three_or_more_are_drawn_together(numbers: list[int], words: str
 def test_numbers_in_order_stay_in_order() -> None:
     assert in_order([8, 9, 10, 11, 4, 5, 4]) == "8-11, 4, 5, 4"
     assert in_order([]) == ""
+
+
+def test_of_many_runs_the_first_ones_are_told() -> None:
+    every_other = range(0, 2 * MOST_RUNS, 2)
+    assert ranges(every_other) == ", ".join(map(str, every_other))
+    assert ranges([*every_other, 1000]) == f"{ranges(every_other)} … ({MOST_RUNS + 1} in all)"
+    assert ranges(range(10_000)) == "0-9999"
 
 
 @pytest.mark.parametrize(
@@ -93,6 +111,33 @@ EXAMPLES: list[tuple[Op, str]] = [
         f"{HOSTILE_CALLS['map_over_live'].what} (sequence 1, sequence 2)",
     ),
     (ops.Hostile("restore_short", 7), f"{HOSTILE_CALLS['restore_short'].what} (backup 7)"),
+    (
+        request_ops.Admit(3, ((1, 4), (7, 2)), output=9),
+        "request 3: 4 tokens of stream 1, 2 of 7; output of 9",
+    ),
+    (
+        request_ops.Admit(3, ((1, 1),), output=9, tokens=5),
+        "request 3: 1 token of stream 1; output of 9; chunk of 5",
+    ),
+    (request_ops.Prefill(3, 2), "request 3 +2 tokens"),
+    (request_ops.CacheUnfinished(3), "request 3"),
+    (request_ops.DecodeStep((3,)), "request 3 +1 token"),
+    (request_ops.DecodeStep((3, 4)), "requests 3, 4 +1 token"),
+    (request_ops.Slide((3, 4)), "requests 3, 4"),
+    (request_ops.Speculate(3, 1), "request 3 +1 draft"),
+    (request_ops.Trim(3, 0), "request 3 keeps 0 drafts"),
+    (request_ops.Finish(3), "request 3"),
+    (request_ops.Abort(3), "request 3"),
+    (request_ops.RetractRequest(3, backup=True), "request 3, its KV copied to the host"),
+    (request_ops.RetractRequest(3, backup=False), "request 3, its KV not copied"),
+    (request_ops.ResumeRequest(3), "request 3"),
+    (request_ops.SavePrefix(2, ((1, 8),)), "8 tokens of stream 1 as copy 2"),
+    (request_ops.SavePrefix(2, ()), "no tokens as copy 2"),
+    (request_ops.LoadPrefix(2, 5), "copy 2 as load 5"),
+    (request_ops.EndLoad(5), "load 5"),
+    (request_ops.EndLoad(5, failed=True), "load 5, which failed"),
+    (request_ops.Evict(4, 1), "4 full and 1 SWA token"),
+    (request_ops.Flush(), ""),
 ]
 
 
@@ -102,7 +147,7 @@ def test_an_op_says_what_it_is_asked_to_do(op: Op, words: str) -> None:
 
 
 def test_every_kind_of_op_has_an_example_here() -> None:
-    assert {op.kind for op, _ in EXAMPLES} == set(OP_KINDS)
+    assert {op.kind for op, _ in EXAMPLES} == {*OP_KINDS, *REQUEST_OP_KINDS}
 
 
 HYBRID = Geometry(page_size=4, full_pages=4, swa_pages=4)
@@ -125,6 +170,26 @@ HISPARSE = Geometry(page_size=4, full_pages=8, device_pages=4)
 )
 def test_an_answer_names_the_pages_that_were_lent(outcome: Outcome | None, words: str) -> None:
     assert answer(ops.Alloc(1, 2), outcome, HYBRID) == words
+
+
+@pytest.mark.parametrize(
+    ("served", "words"),
+    [
+        (Served(), "done"),
+        (
+            Served(request=2, slots=(8, 9), peers=(4, 5), matched=4, prefix_slots=(4, 5, 6, 7)),
+            "row 2; prefix of 4 tokens; full 2; SWA 1",
+        ),
+        (Served(slots=(8, 9), peers=(0, 0)), "full 2"),
+        (
+            Served(slots=(8,), peers=(4,), reloaded=(12, 13, 14, 15), matched=4),
+            "prefix of 4 tokens; full 2; SWA 1; SWA 3 for tombstones",
+        ),
+        (Served(evicted=(3, 1), tombstoned=(2,)), "evicted full 1, 3; tombstoned full 2"),
+    ],
+)
+def test_what_was_served_is_told_in_pages(served: Served, words: str) -> None:
+    assert answer(request_ops.Finish(1), served, HYBRID) == words
 
 
 def test_device_pages_are_told_in_their_own_size() -> None:
@@ -162,6 +227,14 @@ def test_a_device_buffer_is_answered_with_device_pages() -> None:
             "16 full and 12 SWA pages of 4 slots, MLA, 4 requests, memory saver, reused in order",
         ),
         (Geometry(1, 8, attention="dsa", requests=1), "8 full pages of 1 slot, DSA, 1 request"),
+        (
+            Geometry(4, 16, 12, requests=4, window=3),
+            "16 full and 12 SWA pages of 4 slots, 4 requests, window 3",
+        ),
+        (
+            Geometry(1, 8, 8, requests=4, window=1000, context=2000),
+            "8 full and 8 SWA pages of 1 slot, 4 requests, window 1,000, context 2,000",
+        ),
     ],
 )
 def test_pools_are_told_by_what_they_have(geometry: Geometry, words: str) -> None:

@@ -13,12 +13,15 @@ from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from kvcore.invariants import LawBroken, Run
-from kvcore.models import Geometry
+from kvcore.models import Geometry, ServingModel
+from kvcore.strategies.choices import PackedChoices
 from kvcore.strategies.machine import AllocatorMachine, machine_for
+from kvcore.strategies.machine_rules import REQUEST_RULES, pick_kind
 from kvcore.strategies.profiles import PROFILES, hypothesis_settings, search_settings
 from kvcore.strategies.program import program_test
 from kvcore.strategies.sources import run_burst
 from kvcore.strategies.walker import WalkPlan
+from kvcore.strategies.weights import kinds_for
 from kvcore.targets.core import core_target
 from kvcore.targets.registry import open_target
 
@@ -27,6 +30,7 @@ GEOMETRIES = [
     Geometry(page_size=4, full_pages=8, swa_pages=8, need_sort=True),
     Geometry(page_size=2, full_pages=6, swa_pages=8),
 ]
+SERVING = [Geometry(page_size=2, full_pages=12, swa_pages=9, requests=3, window=3)]
 SUITE = hypothesis_settings(PROFILES[os.environ.get("KVCORE_PROFILE", "ci")])
 
 
@@ -76,6 +80,30 @@ def test_a_failing_property_raises_the_error_of_its_law() -> None:
     with pytest.raises(LawBroken) as caught:
         search_settings(300, 50)(test)()
     assert caught.value.violation.law == "L3"
+
+
+def test_a_machine_of_whole_requests_makes_something_of_almost_every_step() -> None:
+    runs: list[Run] = []
+    machine = machine_for(open_target("kvcore"), SERVING, name="Serving", sink=runs.append)
+    run_state_machine_as_test(machine, settings=search_settings(20, 30))
+    longest = sorted((len(run.program) for run in runs), reverse=True)[: len(runs) // 2]
+    assert sum(longest) / len(longest) > 15
+    kinds = {op.kind for run in runs for op in run.program}
+    assert {"admit", "cache_unfinished", "finish", "slide", "evict", "retract_request"} <= kinds
+
+
+def test_a_rule_with_nothing_to_ask_for_asks_for_another_kind() -> None:
+    model = Run(open_target("kvcore")(SERVING[0])).model
+    assert isinstance(model, ServingModel)
+    assert pick_kind(("finish", "group_begin"), model, PackedChoices(0)) == "group_begin"
+    others = {pick_kind(("finish",), model, PackedChoices(number)) for number in range(100)}
+    assert others == {"admit_new", "group_begin"}
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_every_request_level_kind_has_a_rule(inside: bool) -> None:
+    asked = {kind for kinds in REQUEST_RULES for kind in kinds}
+    assert set(kinds_for(open_target("kvcore")(SERVING[0]).contract, inside=inside)) <= asked
 
 
 def test_two_laws_are_two_exception_classes() -> None:

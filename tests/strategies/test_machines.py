@@ -78,9 +78,10 @@ PURPOSE: dict[str, Callable[[Geometry], bool]] = {
     "request pool": lambda g: g.requests > 1,
     "memory saver": lambda g: g.saver,
     "composed": lambda g: g.saver and g.requests > 1 and g.hybrid,
-    WRAPPER: lambda g: g.hybrid and not g.sparse,
+    "requests": lambda g: g.serves and g.requests > 1 and not g.saver,
+    WRAPPER: lambda g: g.hybrid and not (g.sparse or g.serves),
 }
-WITH_REQUESTS = ("request pool", "composed")
+WITH_REQUESTS = ("request pool", "composed", "requests")
 WITH_SAVER = ("memory saver", "composed")
 
 
@@ -119,6 +120,16 @@ def test_device_slots_are_as_many_as_logical_ones_or_fewer() -> None:
     ratios = {geometry.full_pages // geometry.device_pages for geometry in drawn("HiSparse")}
     assert 1 in ratios
     assert len(ratios) > 2
+
+
+def test_windows_are_shorter_than_a_page_whole_pages_and_neither() -> None:
+    geometries = [geometry for geometry in drawn("requests") if geometry.page_size == 4]
+    windows = {geometry.window for geometry in geometries}
+    assert any(window < 4 for window in windows)
+    assert {4, 8, 12} <= windows
+    assert any(window > 4 and window % 4 for window in windows)
+    assert {compared(geometry) for geometry in geometries} == {-1, 0}
+    assert {geometry.context == 0 for geometry in geometries} == {False, True}
 
 
 @pytest.mark.parametrize("name", MACHINES)

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from kvcore.invariants import Run
 from kvcore.models import Contract, Geometry
 from kvcore.models.contract import ALL_FORMS
-from kvcore.strategies.propose import PROPOSALS, PackedChoices, propose
+from kvcore.strategies.choices import PackedChoices
+from kvcore.strategies.propose import PROPOSALS, propose
 from kvcore.strategies.walker import RandomChoices, Walker
 from kvcore.strategies.weights import INSIDE, OUTSIDE, kinds_for, op_kind_of
 from kvcore.targets.core import core_target

@@ -218,7 +218,7 @@ def test_names_are_numbered_from_one_in_order_of_appearance() -> None:
 # Pools.
 
 
-FULL_OF_EVERYTHING = Geometry(4, 8, 6, True, attention="dsa", requests=4, saver=True)
+FULL_OF_EVERYTHING = Geometry(4, 8, 6, True, attention="dsa", requests=4, saver=True, context=40)
 
 
 def test_pools_get_plainer_one_thing_at_a_time() -> None:

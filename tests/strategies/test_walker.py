@@ -9,6 +9,7 @@ from kvcore.invariants.run import Run
 from kvcore.models import Geometry
 from kvcore.strategies.walker import Walker, WalkPlan
 from kvcore.targets.core import core_target
+from kvcore.targets.serving_targets import serving_core_target
 
 
 def walk(seed: int, geometry: Geometry, length: int = 50) -> Run:
@@ -47,3 +48,19 @@ def test_recoveries_inside_groups_are_common(geometry: Geometry) -> None:
         total.add(walk(seed, geometry).tally)
     # Uniform weights produced none in 600 programs (see the faults page of the documentation).
     assert total.grouped["recover"] >= total.programs / 2
+
+
+def test_tombstones_are_recovered_and_requests_resumed_in_many_programs() -> None:
+    rng, plan, total = random.Random(0), WalkPlan((1, 4), "requests"), Tally()
+    locked = unlocked = 0
+    for _ in range(20):
+        geometry, length = plan.draw(rng)
+        target = serving_core_target(geometry)
+        total.add(drive(Run(target, period=10**6), Walker(rng, min(length, 80))).tally)
+        locked += target.cache.counters.recovered_locked_pages
+        unlocked += target.cache.counters.recovered_unlocked_pages
+    assert locked >= 5
+    assert unlocked >= 5
+    assert total.ops["retract_request"] >= 20
+    assert total.ops["resume_request"] >= 10
+    assert total.grouped["cache_unfinished"] + total.grouped["finish"] >= 40

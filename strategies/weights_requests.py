@@ -1,0 +1,90 @@
+"""How often each request-level kind is asked for, inside a free group and outside.
+
+Tombstones and what recovers them, in a group and under locks, are what most faults need: so windows
+slide and peers are evicted often, texts come again, and a group holds what ends requests. Measured,
+not derived: see `kvcore faults`. Leaves out the calls of allocators (`kvcore.strategies.weights`).
+"""
+
+from __future__ import annotations
+
+REQUESTS_OUTSIDE: dict[str, int] = {
+    "admit_new": 10,
+    "admit_same": 6,
+    "admit_front": 6,
+    "admit_branch": 6,
+    "admit_over": 16,
+    "admit_large": 1,
+    "prefill": 12,
+    "cache_unfinished": 10,
+    "decode_step": 3,
+    "decode_all": 4,
+    "slide": 6,
+    "slide_all": 2,
+    "speculate": 4,
+    "trim": 16,
+    "finish": 8,
+    "abort": 1,
+    "retract_backup": 3,
+    "retract_plain": 1,
+    "resume_request": 8,
+    "save_prefix": 9,
+    "load_prefix": 14,
+    "end_load": 12,
+    "evict_swa": 4,
+    "evict_full": 1,
+    "evict_both": 1,
+    "evict_all_swa": 1,
+    "evict_all": 1,
+    "flush": 1,
+    "group_begin": 6,
+}
+
+REQUESTS_INSIDE: dict[str, int] = {
+    "admit_new": 3,
+    "admit_same": 4,
+    "admit_front": 4,
+    "admit_branch": 4,
+    "admit_over": 16,
+    "admit_large": 1,
+    "prefill": 8,
+    "cache_unfinished": 14,
+    "decode_step": 2,
+    "decode_all": 2,
+    "slide": 6,
+    "slide_all": 2,
+    "speculate": 1,
+    "trim": 10,
+    "finish": 12,
+    "abort": 1,
+    "retract_backup": 2,
+    "retract_plain": 1,
+    "resume_request": 4,
+    "save_prefix": 2,
+    "load_prefix": 8,
+    "end_load": 10,
+    "evict_swa": 5,
+    "evict_full": 1,
+    "evict_both": 1,
+    "evict_all_swa": 1,
+    "evict_all": 1,
+    "group_end": 6,
+}
+
+REQUEST_BASES: dict[str, str] = {
+    "admit_new": "admit",
+    "admit_same": "admit",
+    "admit_front": "admit",
+    "admit_branch": "admit",
+    "admit_over": "admit",
+    "admit_large": "admit",
+    "decode_all": "decode_step",
+    "slide_all": "slide",
+    "retract_backup": "retract_request",
+    "retract_plain": "retract_request",
+    "evict_swa": "evict",
+    "evict_full": "evict",
+    "evict_both": "evict",
+    "evict_all_swa": "evict",
+    "evict_all": "evict",
+}
+"""The op kind behind a kind that is not one itself."""
