@@ -15,8 +15,8 @@ import msgspec
 
 from kvcore.models.geometry import Geometry
 from kvcore.models.hostile import HOSTILE_CALLS
-from kvcore.models.ops import AnyOp, Hostile, Op
-from kvcore.models.request_ops import RequestOp
+from kvcore.models.ops import OP_KINDS, AnyOp, Hostile, Op
+from kvcore.models.request_ops import SERVING_OP_KINDS, RequestOp
 from kvcore.models.violation import Violation
 
 FORMAT = "kvcore-trace"
@@ -92,7 +92,7 @@ def decode_trace(data: bytes, name: str) -> Trace:
     if not lines:
         raise TraceError(f"{name}: the file is empty; expected a {FORMAT} header in line 1")
     header = _decode_header(lines[0][1], f"{name}:{lines[0][0]}")
-    ops, violation = _decode_body(lines[1:], name)
+    ops, violation = _decode_body(lines[1:], name, serves=header.geometry.serves)
     return Trace(header, tuple(ops), violation)
 
 
@@ -110,7 +110,7 @@ def _decode_header(line: bytes, where: str) -> Header:
 
 
 def _decode_body(
-    lines: Iterable[tuple[int, bytes]], name: str
+    lines: Iterable[tuple[int, bytes]], name: str, *, serves: bool
 ) -> tuple[list[Op], Violation | None]:
     ops: list[Op] = []
     violation: Violation | None = None
@@ -126,6 +126,10 @@ def _decode_body(
             violation = part
         elif isinstance(part, Hostile) and part.call not in HOSTILE_CALLS:
             raise TraceError(f"{where}: not an op: unknown hostile call {part.call!r}")
+        elif part.kind not in (SERVING_OP_KINDS if serves else OP_KINDS):
+            expected = "ops of requests, since" if serves else "no ops of requests, since"
+            has = "a window" if serves else "no window"
+            raise TraceError(f"{where}: {part.kind}, expected {expected} the geometry has {has}")
         else:
             ops.append(part)
     return ops, violation

@@ -117,7 +117,7 @@ def faults(
 ) -> Status:
     """Hunt the known faults; tell how soon each is found.
 
-    Layers: A allocators, P pools, M memory saver, H HiSparse.
+    Layers: A allocators, P pools, C prefix caches, M memory saver, H HiSparse.
     """
     return hunting.run(names or [], edge.at_least(1, seeds, "--seeds"), traces)
 

@@ -67,6 +67,10 @@ def _show_step(console: Console, trace: Trace, target: str, verdict: Verdict, st
 
 
 def _show_pass(console: Console, trace: Trace, target: str, verdict: Verdict) -> Status:
+    if trace.ops and verdict.tally.skipped == len(trace.ops):
+        # Nothing ran: a mistyped trace must not look like a clean one.
+        total = count(len(trace.ops), "op")
+        raise BadInput(f"none of the {total} of the trace is allowed on {target} with its pools")
     _tell_skipped(console, trace, verdict)
     checks = count(verdict.tally.checks.total(), "check")
     ran = count(len(trace.ops) - verdict.tally.skipped, "op")
@@ -81,7 +85,9 @@ def _tell_skipped(console: Console, trace: Trace, verdict: Verdict) -> None:
     """Numbers of ops are those of the ops that ran; say so when they are not the trace's."""
     if skipped := verdict.tally.skipped:
         total = count(len(trace.ops), "op")
-        text = f"{skipped} of {total} in the trace are not allowed on this target and were skipped."
+        verbs = ("is", "was") if skipped == 1 else ("are", "were")
+        allowed = f"{verbs[0]} not allowed on this target and {verbs[1]} skipped."
+        text = f"{skipped} of {total} in the trace {allowed}"
         console.print(Text(text, style="yellow"))
 
 

@@ -294,3 +294,20 @@ def test_a_trace_cut_off_anywhere_is_shorter_or_an_error(
         assert found.ops == program[: len(found.ops)]
     else:
         assert "truncated" in found
+
+
+@pytest.mark.parametrize(
+    ("geometry", "op", "why"),
+    [
+        (Geometry(1, 4, 4), b'{"op":"flush"}', "the geometry has no window"),
+        (
+            Geometry(1, 4, 4, requests=2, window=2),
+            b'{"op":"alloc","seq":1,"pages":1}',
+            "the geometry has a window",
+        ),
+    ],
+    ids=["of requests", "of an allocator"],
+)
+def test_an_op_of_the_other_level_is_rejected(geometry: Geometry, op: bytes, why: str) -> None:
+    with pytest.raises(TraceError, match=why):
+        decode_trace(encode_line(new_header("kvcore", geometry)) + op, "it")

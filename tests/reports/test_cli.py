@@ -305,8 +305,17 @@ def test_ops_that_a_target_does_not_allow_are_told(command: Command, tmp_path: P
     write_trace(Trace(new_header("kvcore", Geometry(1, 4)), program), tmp_path / "it")
     status, out, _ = command("replay", tmp_path / "it")
     assert status == 0
-    assert "1 of 3 ops in the trace are not allowed" in out
+    assert "1 of 3 ops in the trace is not allowed on this target and was skipped." in out
     assert "kvcore passes: 2 ops" in out
+
+
+def test_a_trace_of_which_nothing_is_allowed_does_not_pass(
+    command: Command, tmp_path: Path
+) -> None:
+    write_trace(Trace(new_header("kvcore", Geometry(1, 4)), (ops.Free(5),)), tmp_path / "it")
+    status, _, err = command("replay", tmp_path / "it")
+    assert status == 2
+    assert "none of the 1 op of the trace is allowed on kvcore" in err
 
 
 def test_something_else_breaking_than_the_trace_tells_of_is_told(
