@@ -1,7 +1,9 @@
-"""Judges what a prefix cache gave up during an op: pages that it might give up, and enough of them.
+"""Judges what a prefix cache gave up during an op: pages that it might give up, enough of them and
+none too many, and those that were used longest ago.
 
-Which of the evictable pages go is the cache's choice. Changes nothing: the request-level model
-commits what comes out of here.
+What a cache gives up at once, a node of its tree, is its own affair; pages of a node were always
+used together. So of pages that were used last at the same time any may go, in any number. Changes
+nothing: the request-level model commits what comes out of here.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ class EvictionJudge:
         self._gone = self._found(served.evicted, "evicted")
         self._stripped = self._found(served.tombstoned, "tombstoned")
         self._going = {id(node) for node in self._gone}
+        self._leaving = self._going | {id(node) for node in self._stripped}
 
     def blame(self, expected: str, seen: str, *pages: int) -> None:
         """Note a broken clause."""
@@ -57,6 +60,11 @@ class EvictionJudge:
         if self._stripped and not swa:
             bare = [node.page.full for node in self._stripped]
             self.blame("no page tombstoned: no SWA page lacked", f"full pages {some(bare)}", *bare)
+        if not self.clauses:
+            if full:
+                self._judge_leaves(held)
+            self._judge_live(window, leaves_too=full == 0)
+            self._judge_number(full, swa, peers)
         return self._evictions(peers)
 
     def cancelled(self, load: Load) -> Evictions:
@@ -76,6 +84,90 @@ class EvictionJudge:
                 self._keep(node, "tombstoned")
         self._stripped = []
         return self._evictions([])
+
+    # Least recently used first. On the full side leaves go, oldest first; a page above others was
+    # never used before them, so one that becomes a leaf by that is not older than what has gone.
+    # Then, on the SWA side, live pages go, oldest first, with both sides if they are leaves; those
+    # leaves are not older either than any that went for the full side.
+
+    def _judge_leaves(self, held: set[int]) -> None:
+        """No leaf that nobody holds is older than a page that was evicted. What went as a bare
+        tombstone went with the last page below it, whenever it was used."""
+        live = [node for node in self._gone if node.state == "live"]
+        if not live:
+            return
+        newest = max(live, key=_used)
+        staying = [node.parent for node in live if node.parent and self._bared(node.parent)]
+        oldest = self._tree.oldest_leaf(lambda node: id(node) in held or id(node) in self._leaving)
+        if oldest is not None:
+            staying.append(oldest)
+        for node in staying:
+            if id(node) not in held and node.used < newest.used:
+                self._blame_order("", node, newest)
+
+    def _bared(self, node: TreePage) -> bool:
+        """Whether a live page stays as a leaf that was none before."""
+        stays = id(node) not in self._leaving and node is not self._tree.root
+        if not stays or node.state != "live" or node.full_locks:
+            return False
+        return all(id(below) in self._going for below in node.children.values())
+
+    def _judge_live(self, window: set[int], *, leaves_too: bool) -> None:
+        """No page that keeps its peer and that no window holds is older than one that lost its
+        own; ``leaves_too``: what was evicted went for its peer."""
+        lost = list(self._stripped)
+        if leaves_too:
+            lost += [node for node in self._gone if node.state == "live"]
+        if not lost:
+            return
+        newest = max(lost, key=_used)
+        oldest = self._tree.oldest_live(
+            lambda node: id(node) in window or id(node) in self._leaving
+        )
+        if oldest is not None and oldest.used < newest.used:
+            self._blame_order("the peer of ", oldest, newest)
+
+    def _blame_order(self, what: str, stays: TreePage, went: TreePage) -> None:
+        kept, gone = stays.page.full, went.page.full
+        expected = f"{what}full page {kept} gone before {what}full page {gone}, used later"
+        self.blame(expected, "it stayed", gone, kept)
+
+    def _judge_number(self, full: int, swa: int, peers: list[TreePage]) -> None:
+        """What went last was still needed. Pages go for the full side until there are enough;
+        ``reached`` is when the last of them were used. So what was used later, or is tombstoned,
+        went for the SWA side, and all of that but what went last was too little."""
+        reached = self._reached(full)
+        stripped = {id(node) for node in self._stripped}
+        late = [node for node in peers if id(node) in stripped or node.used > reached]
+        if not late:
+            return
+        last = {max(node.used for node in late)}
+        if reached > max(last):
+            # Whether pages of that age went for the full side or last of all cannot be seen.
+            last.add(reached)
+        fewest = len(peers) - max(
+            sum(node.used == used and (id(node) in stripped or used >= reached) for node in peers)
+            for used in last
+        )
+        if fewest >= swa:
+            pages = [node.page.full for node in late]
+            expected = f"no more evicted once {full} full and {swa} SWA pages were freed"
+            seen = f"full pages {some(pages)} beside what freed {fewest} SWA pages"
+            self.blame(expected, seen, *pages)
+
+    def _reached(self, full: int) -> int:
+        """The use of the last pages that had to go until ``full`` were free; -1 if none had."""
+        if full == 0:
+            return -1
+        # Tombstones go with the last page that went below them.
+        times: list[int] = []
+        below: dict[int, int] = {}
+        for node in sorted(self._gone, key=lambda node: -node.depth):
+            used = node.used if node.state == "live" else below.get(id(node), node.used)
+            above = id(node.parent)
+            below[above] = max(below.get(above, used), used)
+            times.append(used)
+        return sorted(times)[full - 1]
 
     def _found(self, pages: tuple[int, ...], what: str) -> list[TreePage]:
         found: dict[int, TreePage] = {}
@@ -110,3 +202,7 @@ class EvictionJudge:
     def _evictions(self, peers: list[TreePage]) -> Evictions:
         full = [node.page.full for node in self._gone]
         return Evictions(self._gone, self._stripped, full, [node.page.swa for node in peers])
+
+
+def _used(node: TreePage) -> int:
+    return node.used

@@ -1,16 +1,18 @@
 """A prefix cache as a trie of pages: what it holds of each page, who locks it, what can be evicted.
 
 Coarser trees split and join nodes; page by page there is nothing to split, and lock counts and
-states are the same. The sizes are counted along, since a large cache is too slow to recount at
-every op. Leaves out the pools: pages are given up and filled in `kvcore.models.serving_books`.
+states are the same. The sizes and the order of use are kept along, since a large cache is too slow
+to look through at every op. Leaves out the pools: pages are given up and filled in
+`kvcore.models.serving_books`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from kvcore.models.recency import UseOrder
 from kvcore.models.state import Page
 from kvcore.models.texts import PageKey, Text, joined
 
@@ -21,7 +23,8 @@ PageState = Literal["live", "tombstone", "loading"]
 @dataclass(slots=True, eq=False, repr=False)
 class TreePage:
     """One cached page. ``depth``: pages from the root up to and with it. ``full_locks``: requests
-    and loads that have it on their path; ``swa_locks``: those that have it in their last window."""
+    and loads that have it on their path; ``swa_locks``: those that have it in their last window.
+    ``used``: when it was used last, as a count of uses."""
 
     key: PageKey
     page: Page
@@ -30,12 +33,19 @@ class TreePage:
     state: PageState
     full_locks: int = 0
     swa_locks: int = 0
+    used: int = 0
     children: dict[PageKey, TreePage] = field(default_factory=dict)
 
     @property
     def swa_evictable(self) -> bool:
         """Whether there is a peer to evict."""
         return self.state == "live" and self.swa_locks == 0
+
+    @property
+    def idle_leaf(self) -> bool:
+        """Whether nobody holds it and nothing is cached below it; one without a peer goes at once,
+        whenever it was used."""
+        return self.state == "live" and self.full_locks == 0 and not self.children
 
 
 class PrefixTree:
@@ -59,6 +69,12 @@ class PrefixTree:
         self.tombstones_made = 0
         self.recovered_locked = 0
         self.recovered_unlocked = 0
+        self._uses = 0
+        self._leaves_by_use = UseOrder(lambda node: self._has(node) and node.idle_leaf)
+        self._live_by_use = UseOrder(lambda node: self._has(node) and node.swa_evictable)
+
+    def _has(self, node: TreePage) -> bool:
+        return self.pages.get(node.page.full) is node
 
     def path(self, keys: Sequence[PageKey]) -> list[TreePage]:
         """The cached pages that begin with these keys, as far as there are any."""
@@ -99,6 +115,31 @@ class PrefixTree:
             if not node.children:
                 yield keys
 
+    # Uses.
+
+    def use(self, path: Sequence[TreePage]) -> None:
+        """A path was used now; so no page was used later than the one above it."""
+        self._uses += 1
+        for node in path:
+            node.used = self._uses
+
+    def oldest_leaf(self, but: Callable[[TreePage], bool]) -> TreePage | None:
+        """The live leaf that was used longest ago, of those that no lock holds; ``but`` those left
+        out."""
+        return self._leaves_by_use.oldest(but)
+
+    def oldest_live(self, but: Callable[[TreePage], bool]) -> TreePage | None:
+        """The live page that was used longest ago, of those that no window holds; ``but`` those
+        left out."""
+        return self._live_by_use.oldest(but)
+
+    def _queue(self, node: TreePage) -> None:
+        """A page that may go from now on on one side, or on both."""
+        if node.idle_leaf:
+            self._leaves_by_use.add(node)
+        if node.swa_evictable:
+            self._live_by_use.add(node)
+
     # Locks.
 
     def lock(self, path: Sequence[TreePage]) -> None:
@@ -136,6 +177,7 @@ class PrefixTree:
     def _unlock_swa(self, node: TreePage) -> None:
         node.swa_locks -= 1
         self.swa_evictable += node.swa_evictable
+        self._queue(node)
 
     # Pages that come, go and change.
 
@@ -148,6 +190,7 @@ class PrefixTree:
         self.live += state == "live"
         self.swa_evictable += state == "live"
         self.tombstones_made += state == "tombstone"
+        self._queue(node)
         return node
 
     def remove(self, node: TreePage) -> None:
@@ -158,6 +201,7 @@ class PrefixTree:
         self.full_evictable -= node.full_locks == 0
         self.swa_evictable -= node.swa_evictable
         self.live -= node.state == "live"
+        self._queue(node.parent)
 
     def replace(self, node: TreePage, page: Page) -> None:
         """Another page with the same tokens takes the place of the node's."""
@@ -175,3 +219,4 @@ class PrefixTree:
         self.live += (state == "live") - (node.state == "live")
         node.state = state
         self.swa_evictable += node.swa_evictable
+        self._queue(node)

@@ -323,6 +323,7 @@ class ServingModel(ServingBooks):
         if served.matched != tokens:
             judge.blame(f"{tokens} tokens served to the copy", f"{served.matched}")
         self._settle(judge.clauses)
+        self.tree.use(path)
         text = cut(op.text, tokens)
         keys = [node.key for node in path]
         self.copies[op.copy] = Copy(text, keys, tokens, self.frontier(tokens))

@@ -206,6 +206,7 @@ class ServingBooks(Model):
     def _start(self, name: int, running: Running, request: int) -> None:
         """A request runs from now on; its row is the cached pages, and more to come."""
         self.tree.lock(running.path)
+        self.tree.use(running.path)
         self.live[name] = running
         self.rows[name] = Row([node.page for node in running.path], request)
         self.requests.free.discard(request)
@@ -243,6 +244,8 @@ class ServingBooks(Model):
         running, row = self.live[name], self.rows[name]
         held = len(running.path)
         running.path = self._hand_over(running.tokens.keys(running.kv_len), running.path, handovers)
+        if handovers:
+            self.tree.use(running.path)
         self.tree.extend_lock(running.path, held)
         running.prefix = len(running.path) * self.geometry.page_size
         row.pages[held : len(running.path)] = [node.page for node in running.path[held:]]
@@ -250,7 +253,8 @@ class ServingBooks(Model):
     def _finish(self, name: int) -> None:
         running = self.live[name]
         rest = self.rows[name].pages[running.kv_len // self.geometry.page_size :]
-        self._hand_over(running.tokens.keys(running.kv_len), running.path, self.computed(name))
+        keys = running.tokens.keys(running.kv_len)
+        self.tree.use(self._hand_over(keys, running.path, self.computed(name)))
         self._drop(rest)
         self._end(name)
 
@@ -301,7 +305,7 @@ class ServingBooks(Model):
             page.full_stamps = stamps[number * size : (number + 1) * size]
             page.swa_stamps = list(page.full_stamps) if page.swa else [NO_PEER] * size
         handovers = self.handovers(copy.keys, load.path, load.pages, copy.swa_from)
-        self._hand_over(copy.keys, load.path, handovers)
+        self.tree.use(self._hand_over(copy.keys, load.path, handovers))
         self.tree.unlock(load.path)
 
     def _cancel(self, load: Load) -> None:

@@ -132,10 +132,14 @@ def run(plan: SoakPlan, json: Path | None, traces: Path) -> Status:
     render_soak(console, soaked)
     if json is not None:
         write_whole(encode_report(soaked.report), json)
-    if (violation := soaked.report.violation) is not None:
-        _show_violation(plan, soaked, violation, traces)
+    report = soaked.report
+    if report.violation is not None:
+        _show_violation(plan, soaked, report.violation, traces)
         return Status.VIOLATION
-    return Status.INTERRUPTED if soaked.report.ending == "interrupted" else Status.CLEAN
+    if report.requests and len(report.not_served) == report.requests:
+        # Nothing was tried: pools that are too small must not look like an allocator that is right.
+        raise BadInput(f"none of the {count(report.requests, 'request')} fits these pools")
+    return Status.INTERRUPTED if report.ending == "interrupted" else Status.CLEAN
 
 
 @contextmanager
@@ -162,11 +166,16 @@ def _show_violation(plan: SoakPlan, soaked: Soaked, violation: Violation, traces
     console = output()
     whole = count(len(soaked.program), "op")
     found = Cut(plan.geometry, soaked.program, violation, len(soaked.program))
+    # First as it is: cutting may take minutes, and nothing is lost if somebody ends it.
+    uncut = _save(plan, found, traces)
+    text = f"All {whole} are in {uncut}; cutting and shrinking takes up to "
+    text += f"{(CUT_SECONDS + SHRINK_SECONDS) / 60:.0f} minutes."
+    messages().print(Text(text))
     try:
         with messages().status(f"cutting {whole}"):
             shorter = cut(plan.target, plan.geometry, soaked.program, violation, CUT_SECONDS)
         if shorter is None:
-            _show_whole(console, violation, _save(plan, found, traces), whole)
+            _show_whole(console, violation, uncut, whole)
             return
         found = shorter
         part = "All" if found.window == len(soaked.program) else f"The last {found.window:,}"
@@ -185,7 +194,8 @@ def _show_violation(plan: SoakPlan, soaked: Soaked, violation: Violation, traces
         violation=found.violation,
         seed=plan.policy.seed,
     )
-    show_finding(console, finding, shrunk, traces)
+    if show_finding(console, finding, shrunk, traces) != uncut:
+        uncut.unlink()
 
 
 def _save(plan: SoakPlan, found: Cut, traces: Path) -> Path:

@@ -115,8 +115,8 @@ def _odd(finding: Finding) -> tuple[bool, int]:
     return any(op.hostile for op in finding.program), len(finding.program)
 
 
-def show_finding(console: Console, finding: Finding, shrunk: Shrunk | None, traces: Path) -> None:
-    """Save a finding's trace and print the page on it. One that did not come back when it was to be
+def show_finding(console: Console, finding: Finding, shrunk: Shrunk | None, traces: Path) -> Path:
+    """Save a finding's trace and print the page on it; where the trace is. One that did not come back when it was to be
     shrunk is saved as it was found."""
     kept = shrunk or Shrunk(finding.geometry, finding.program, finding.violation, 0)
     header = new_header(finding.target, kept.geometry, seed=finding.seed, found_by=finding.source)
@@ -129,13 +129,14 @@ def show_finding(console: Console, finding: Finding, shrunk: Shrunk | None, trac
     where = Whereabouts(str(path), replay_command(path), note)
     if shrunk is None:
         render_lost(console, finding.target, finding.violation, where)
-        return
+        return path
     verdict = run_program(finding.target, kept.geometry, kept.program)
     playback = watch(finding.target, kept.geometry, verdict, kept.violation.op_index)
     render_violation(console, playback, kept.violation, where)
     if may_crash(finding.target):
         alike = resembling_faults(kept.geometry, kept.program, kept.violation)
         render_resemblance(console, alike)
+    return path
 
 
 def _shrink(finding: Finding) -> Shrunk | None:

@@ -85,6 +85,7 @@ class ServingTarget:
         inner: drives an allocator of the same pools, new; only its parts are used.
         geometry: one with a window.
         cache: the prefix cache on trial.
+        validate: whether its value checks are on.
         requests: the request pool on trial.
 
     Raises:
@@ -98,6 +99,7 @@ class ServingTarget:
         *,
         name: str,
         cache: type[UnifiedRadixCache] = UnifiedRadixCache,
+        validate: bool = False,
         requests: Callable[..., ReqToTokenPool] = ReqToTokenPool,
     ) -> None:
         self.name = name
@@ -108,7 +110,13 @@ class ServingTarget:
         device = inner.pool.device
         self._table = requests(geometry.requests, geometry.context_len, device, False)
         observed: type[ObservedCache] = type(cache.__name__, (ObservedCache, cache), {})
-        self._cache = observed(self._table, self._allocator, geometry.page_size, geometry.window)
+        self._cache = observed(
+            self._table,
+            self._allocator,
+            geometry.page_size,
+            geometry.window,
+            validate=validate,
+        )
         self._shown = AllocatorTarget(
             name,
             geometry,

@@ -76,6 +76,8 @@ class DialectAllocator:
         self.device = device
         self.full_attn_allocator = OneSide(dialect.alloc_full, self.free_full)
         self.swa_attn_allocator = OneSide(dialect.alloc_swa, dialect.free_unpaired_swa)
+        self.free_group_is_open = False
+        """Whether a group is open that was opened here."""
         self._dialect = dialect
         self._kvcache = kvcache
         self._has_free_full = "free_full" in contract.ops
@@ -139,10 +141,12 @@ class DialectAllocator:
     def free_group_begin(self) -> None:
         """Open a free group."""
         self._dialect.group_begin()
+        self.free_group_is_open = True
 
     def free_group_end(self) -> None:
         """Close it."""
         self._dialect.group_end()
+        self.free_group_is_open = False
 
     def get_kvcache(self) -> Any:
         """The pool."""

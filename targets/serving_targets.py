@@ -35,7 +35,14 @@ def serving_core_target(
     """Requests over kvcore's own allocator, empty."""
     parts = parts or CoreParts()
     inner = core_target(pools_of(geometry), name=name, validate=validate, parts=parts)
-    return ServingTarget(inner, geometry, name=name, cache=parts.cache, requests=parts.requests)
+    return ServingTarget(
+        inner,
+        geometry,
+        name=name,
+        cache=parts.cache,
+        validate=validate,
+        requests=parts.requests,
+    )
 
 
 def serving_release_target(

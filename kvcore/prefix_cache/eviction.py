@@ -12,7 +12,12 @@ from contextlib import contextmanager
 from kvcore.errors import GeometryError
 from kvcore.pools.arguments import as_count
 from kvcore.prefix_cache.node import TreeNode
-from kvcore.prefix_cache.parameters import CacheCounters, EvictParams, EvictResult
+from kvcore.prefix_cache.parameters import (
+    CacheCounters,
+    EvictParams,
+    EvictResult,
+    require_a,
+)
 from kvcore.prefix_cache.protocols import CacheAllocator
 from kvcore.prefix_cache.tree import RadixTree
 
@@ -29,14 +34,15 @@ class EvictableTree(RadixTree):
         super().__init__(page_size, allocator.device)
         self.token_to_kv_pool_allocator = allocator
         self.counters = CacheCounters()
-        self._group_open = False
+        self._frees_alone = False
 
     # -- free groups ---------------------------------------------------------------------------
 
     @property
     def group_open(self) -> bool:
-        """Whether frees are being held back, so that what is evicted cannot be lent yet."""
-        return self._group_open
+        """Whether frees are being held back, so that what is evicted cannot be lent yet: by a group
+        of the cache, or by one that was opened on the allocator itself."""
+        return self.token_to_kv_pool_allocator.free_group_is_open
 
     def free_group_begin(self) -> None:
         """Hold back what the cache frees until `free_group_end`.
@@ -45,7 +51,6 @@ class EvictableTree(RadixTree):
             FreeGroupError: a group is open.
         """
         self.token_to_kv_pool_allocator.free_group_begin()
-        self._group_open = True
 
     def free_group_end(self) -> None:
         """Make what was freed since available.
@@ -54,18 +59,19 @@ class EvictableTree(RadixTree):
             FreeGroupError: no group is open.
         """
         self.token_to_kv_pool_allocator.free_group_end()
-        self._group_open = False
 
     @contextmanager
     def frees(self) -> Iterator[None]:
         """One free group around a cache action; part of the open one if there is one."""
-        if self._group_open:
+        if self.group_open:
             yield
             return
         self.free_group_begin()
+        self._frees_alone = True
         try:
             yield
         finally:
+            self._frees_alone = False
             self.free_group_end()
 
     # -- evicting ------------------------------------------------------------------------------
@@ -80,7 +86,9 @@ class EvictableTree(RadixTree):
 
         Raises:
             GeometryError: a negative number of tokens.
+            IndexTensorError: no `EvictParams`.
         """
+        require_a(EvictParams, "evict", params)
         full = as_count("evict", "num_tokens", params.num_tokens)
         swa = as_count("evict", "swa_num_tokens", params.swa_num_tokens)
         if full < 0 or swa < 0:

@@ -14,12 +14,14 @@ from kvcore.errors import GeometryError
 
 TokenIds = NDArray[np.int64]
 
+_LARGEST = np.iinfo(np.int64).max
+
 
 def as_token_ids(token_ids: Sequence[int] | NDArray[np.integer]) -> TokenIds:
     """Token ids as int64 `[n]`; the same array where it is that already.
 
     Raises:
-        GeometryError: not a vector of integers.
+        GeometryError: not a vector of integers, or one beyond int64.
     """
     ids = np.asarray(token_ids)
     if ids.size == 0 and ids.ndim == 1:
@@ -28,6 +30,8 @@ def as_token_ids(token_ids: Sequence[int] | NDArray[np.integer]) -> TokenIds:
         raise GeometryError(
             f"token ids of shape {ids.shape} and {ids.dtype}; expected a vector of integers"
         )
+    if ids.dtype == np.uint64 and ids.max() > _LARGEST:
+        raise GeometryError(f"token id {ids.max()}; expected at most {_LARGEST}")
     return ids.astype(np.int64, copy=False)
 
 
@@ -37,10 +41,10 @@ class RadixKey:
 
     Attributes:
         token_ids: int64 `[n]`; not copied, and not to be written to.
-        extra_key: None, or a name.
+        extra_key: None, or a name. Equal ones of two types are two keys.
 
     Raises:
-        GeometryError: the ids are no vector of integers.
+        GeometryError: the ids are no vector of integers, or the extra key has no hash.
     """
 
     __slots__ = ("extra_key", "token_ids")
@@ -51,6 +55,10 @@ class RadixKey:
         extra_key: str | None = None,
     ) -> None:
         self.token_ids = as_token_ids(token_ids)
+        try:
+            hash(extra_key)
+        except TypeError as error:
+            raise GeometryError(f"extra_key {extra_key!r}; expected None or a name") from error
         self.extra_key = extra_key
 
     def __len__(self) -> int:
@@ -63,11 +71,10 @@ class RadixKey:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, RadixKey):
             return NotImplemented
-        same = self.extra_key == other.extra_key
-        return same and np.array_equal(self.token_ids, other.token_ids)
+        return self._extra == other._extra and np.array_equal(self.token_ids, other.token_ids)
 
     def __hash__(self) -> int:
-        return hash((self.extra_key, self.token_ids.tobytes()))
+        return hash((self._extra, self.token_ids.tobytes()))
 
     def __repr__(self) -> str:
         few = ", ".join(str(token) for token in self.token_ids[:4].tolist())
@@ -81,7 +88,12 @@ class RadixKey:
 
     def first_page(self, at: int, page_size: int) -> Hashable:
         """What names a child: the page of tokens from ``at`` on, and the extra key."""
-        return self.extra_key, self.token_ids[at : at + page_size].tobytes()
+        return self._extra, self.token_ids[at : at + page_size].tobytes()
+
+    @property
+    def _extra(self) -> Hashable:
+        """The extra key as it is compared: 1 and True are two."""
+        return type(self.extra_key), self.extra_key
 
     def common_length(self, at: int, other: RadixKey, page_size: int) -> int:
         """How many tokens from ``at`` on are the tokens of ``other`` from its start, in whole

@@ -42,7 +42,8 @@ class LockableTree(EvictableTree):
 
     def inc_lock_ref(self, node: TreeNode) -> IncLockRefResult:
         """Hold the prefix that ends with `node`: the full slots of all of it, and the SWA slots of
-        the pages that hold its last window, live or not. The root is held anyway.
+        the pages that hold its last window, live or not. The root, which holds no tokens, only
+        counts who holds it.
 
         The node across the beginning of the window is split there. Splits keep that boundary, so
         `dec_lock_ref` needs nothing but the node.
@@ -51,6 +52,7 @@ class LockableTree(EvictableTree):
             LockError: `node` is not in the tree.
         """
         if not self.path(node):
+            node.lock_ends += 1
             return IncLockRefResult()
         before = self._sizes.full_evictable, self._sizes.swa_evictable
         self._lock_swa(node, node.end)
@@ -68,18 +70,21 @@ class LockableTree(EvictableTree):
         Raises:
             LockError: no lock ends with `node`, or it is not in the tree.
         """
-        if not self.path(node):
-            return DecLockRefResult()
+        path = self.path(node)
         self._require_locked("dec_lock_ref", node)
-        before = self._sizes.full_evictable, self._sizes.swa_evictable
-        self._unlock_swa(node, node.end)
-        for each in self.path(node):
-            self._change(each, full=-1)
-        node.lock_ends -= 1
-        result = DecLockRefResult(
-            self._sizes.full_evictable - before[0], self._sizes.swa_evictable - before[1]
-        )
+        if not path:
+            node.lock_ends -= 1
+            return DecLockRefResult()
         with self.frees():
+            before = self._sizes.full_evictable, self._sizes.swa_evictable
+            self._unlock_swa(node, node.end)
+            # A lock has been taken, so no split is left to do: the path is as it was.
+            for each in path:
+                self._change(each, full=-1)
+            node.lock_ends -= 1
+            result = DecLockRefResult(
+                self._sizes.full_evictable - before[0], self._sizes.swa_evictable - before[1]
+            )
             self._prune(node)
         return result
 

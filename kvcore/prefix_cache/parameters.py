@@ -9,15 +9,19 @@ from dataclasses import dataclass
 
 import torch
 
+from kvcore.errors import IndexTensorError
 from kvcore.prefix_cache.keys import RadixKey
 from kvcore.prefix_cache.node import TreeNode
 
 
 @dataclass(frozen=True, slots=True)
 class MatchPrefixParams:
-    """``key``: the tokens to look up; those behind the last whole page do not count."""
+    """``key``: the tokens to look up; those behind the last whole page do not count. ``touch``:
+    whether this is a use of the match, which counts and moves it back in the order of eviction; a
+    caller that does not know yet says no, and calls `UnifiedRadixCache.record_match` later."""
 
     key: RadixKey
+    touch: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +93,7 @@ class CacheCounters:
     """What happened since the cache was built; only ever grows. Tokens, or pages where it says so.
 
     Attributes:
-        queried_tokens, matched_tokens: of `match_prefix`, in whole pages.
+        queried_tokens, matched_tokens: of matches that were used, in whole pages.
         inserted_tokens: cached in new nodes.
         duplicate_tokens: handed to `insert` and freed, since the tree had them.
         evicted_tokens, evicted_swa_tokens: freed by eviction, on each side.
@@ -110,3 +114,9 @@ class CacheCounters:
     recovered_locked_pages: int = 0
     recovered_unlocked_pages: int = 0
     reloaded_pages: int = 0
+
+
+def require_a(kind: type, operation: str, value: object) -> None:
+    """Raise IndexTensorError unless `value` is of that kind."""
+    if not isinstance(value, kind):
+        raise IndexTensorError(f"{operation}: expected {kind.__name__}, got {type(value).__name__}")

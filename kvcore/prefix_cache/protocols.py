@@ -92,6 +92,10 @@ class CacheAllocator(Protocol):
     def translate_loc_from_full_to_swa(self, kv_indices: torch.Tensor, /) -> torch.Tensor:
         """The SWA slot of each full slot, 0 for none."""
 
+    @property
+    def free_group_is_open(self) -> bool:
+        """Whether frees are held back, whoever asked for it."""
+
     def free_group_begin(self) -> None:
         """Hold frees back."""
 

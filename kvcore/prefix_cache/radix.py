@@ -18,7 +18,8 @@ from __future__ import annotations
 import torch
 
 from kvcore.allocator.arguments import as_index
-from kvcore.errors import GeometryError, InvalidSlotError, LockError
+from kvcore.allocator.ownership import validate_by_default
+from kvcore.errors import GeometryError, InvalidSlotError, LockError, RequestStateError
 from kvcore.pools.arguments import as_count
 from kvcore.prefix_cache.keys import RadixKey
 from kvcore.prefix_cache.locks import LockableTree
@@ -28,9 +29,12 @@ from kvcore.prefix_cache.parameters import (
     InsertResult,
     MatchPrefixParams,
     MatchResult,
+    require_a,
 )
 from kvcore.prefix_cache.protocols import CacheAllocator, CachedRequest
 from kvcore.prefix_cache.surplus import Surplus
+from kvcore.prefix_cache.tree import Step
+from kvcore.prefix_cache.values import require_new_pages, require_peers
 from kvcore.requests import ReqToTokenPool
 
 
@@ -47,6 +51,8 @@ class UnifiedRadixCache(LockableTree):
         token_to_kv_pool_allocator: lends the slots.
         page_size: tokens a page, as the allocator's.
         sliding_window_size: tokens that layers with a window see.
+        validate: check the slots that `insert` is given, which waits for the device; None means
+            environment variable KVCORE_VALIDATE, as for the allocators.
 
     Attributes:
         root_node: the empty prefix.
@@ -63,6 +69,8 @@ class UnifiedRadixCache(LockableTree):
         token_to_kv_pool_allocator: CacheAllocator,
         page_size: int,
         sliding_window_size: int,
+        *,
+        validate: bool | None = None,
     ) -> None:
         page_size = as_count("UnifiedRadixCache", "page_size", page_size)
         window = as_count("UnifiedRadixCache", "sliding_window_size", sliding_window_size)
@@ -79,6 +87,7 @@ class UnifiedRadixCache(LockableTree):
                 "expected one device"
             )
         self.req_to_token_pool = req_to_token_pool
+        self.validate = validate_by_default() if validate is None else validate
 
     # -- matching ------------------------------------------------------------------------------
 
@@ -87,22 +96,42 @@ class UnifiedRadixCache(LockableTree):
         root. What is matched counts as used now; a node that the match ends in is split there.
 
         The match is not locked: without `inc_lock_ref` the next eviction may free its slots.
+
+        Raises:
+            IndexTensorError: no `MatchPrefixParams`, or another key than a `RadixKey`.
         """
-        steps = self._steps(params.key)
+        require_a(MatchPrefixParams, "match_prefix", params)
+        steps = self._find("match_prefix", params.key)
         run, depth, served, best = self.sliding_window_size, 0, 0, 0
         for number, (node, length) in enumerate(steps, start=1):
             run, depth = self._run_after(run, node, length), depth + length
             if run >= self.sliding_window_size:
                 served, best = depth, number
-        self.counters.queried_tokens += self._floor(len(params.key))
-        self.counters.matched_tokens += served
         nodes = [node for node, _ in steps[:best]]
         if nodes and nodes[-1].end > served:
             nodes[-1] = self._split(nodes[-1], served)
-        self._touch(nodes)
         values = [self._no_slots, *(node.value for node in nodes)]
         last = nodes[-1] if nodes else self.root_node
-        return MatchResult(torch.cat(values), last, served)
+        match = MatchResult(torch.cat(values), last, served)
+        if params.touch:
+            self.record_match(params.key, match)
+        return match
+
+    def record_match(self, key: RadixKey, match: MatchResult) -> None:
+        """What was matched with `touch=False` was used now; the caller holds a lock of it, or has
+        let nothing be evicted meanwhile.
+
+        Raises:
+            LockError: the match is not in the tree any more.
+        """
+        self.touch(match.last_device_node)
+        self.counters.queried_tokens += self._floor(len(key))
+        self.counters.matched_tokens += match.prefix_len
+
+    def _find(self, operation: str, key: RadixKey) -> list[Step]:
+        """How far the tree holds a key, and that it is one."""
+        require_a(RadixKey, operation, key)
+        return self._steps(key)
 
     def _run_after(self, run: int, node: TreeNode, length: int) -> int:
         """How many consecutive live tokens end `length` tokens into `node`, given how many ended
@@ -121,37 +150,67 @@ class UnifiedRadixCache(LockableTree):
         the full slots too if no lock holds the old ones (else the old ones stay, sglang#29351).
 
         Raises:
-            IndexTensorError: a value that is no vector of integers on the allocator's device.
+            IndexTensorError: no `InsertParams`, another key than a `RadixKey`, or a value that is
+                no vector of integers on the allocator's device.
             GeometryError: fewer slots than tokens in whole pages, lengths that are negative, that
-                are no whole pages, or a previous prefix that the tree does not hold.
+                are no whole pages, or a previous prefix that the tree does not hold; with
+                `validate`, slots that do not run through whole pages.
+            InvalidSlotError: with `validate`, slots of the padding page, or negative ones.
+            DoubleFreeError: with `validate`, a page named twice, or one that the tree holds of the
+                key already.
+            LivePeerError: with `validate`, a slot before `swa_evicted_seqlen` that has a peer,
+                where the free group is not the caller's.
+            DeadPeerError: with `validate`, a slot from there on that has none.
         """
         key, value, prefix, cursor = self._checked(params)
         steps = self._steps(key)
+        held = sum(length for _, length in steps)
+        self._require_insertable(steps, value, prefix, cursor)
+        surplus = Surplus(cursor)
+        with self.frees():
+            nodes = [node for node, _ in steps]
+            if nodes and nodes[-1].end > held:
+                nodes[-1] = self._split(nodes[-1], held)
+            bare = [self._absorb(node, value, prefix, cursor, surplus) for node in nodes]
+            cached = self._keep_new(held, cursor, len(key))
+            surplus.add(value, cached, len(key))
+            # First what an allocator could refuse, then what only this cache knows of.
+            surplus.free(self.token_to_kv_pool_allocator)
+            for node in bare:
+                if node is not None:
+                    self._recover(node, value[node.start : node.end])
+            last = nodes[-1] if nodes else self.root_node
+            self.touch(last)
+            last = self._grow(last, key[:cached], value, cursor)
+            self.counters.inserted_tokens += cached - held
+            self.counters.duplicate_tokens += len(surplus)
+        return InsertResult(held, last)
+
+    def _require_insertable(
+        self, steps: list[Step], value: torch.Tensor, prefix: int, cursor: int
+    ) -> None:
+        """Raise unless the tree holds the previous prefix, and with `validate` unless the slots
+        behind it are what an insert may be given."""
         held = sum(length for _, length in steps)
         if prefix > held:
             raise GeometryError(
                 f"insert: prev_prefix_len {prefix}; expected at most the {held} tokens that the "
                 "tree holds of the key"
             )
-        surplus = Surplus(cursor)
-        with self.frees():
-            nodes = [node for node, _ in steps]
-            if nodes and nodes[-1].end > held:
-                nodes[-1] = self._split(nodes[-1], held)
-            self._touch(nodes)
-            for node in nodes:
-                self._absorb(node, value, max(node.start, prefix), cursor, surplus)
-            last = nodes[-1] if nodes else self.root_node
-            cached = self._keep_new(held, cursor, len(key))
-            last = self._grow(last, key[:cached], value, cursor)
-            surplus.add(value, cached, len(key))
-            self.counters.inserted_tokens += cached - held
-            self.counters.duplicate_tokens += len(surplus)
-            surplus.free(self.token_to_kv_pool_allocator)
-        return InsertResult(held, last)
+        if self.validate:
+            own = torch.cat([self._no_slots, *(node.value[:length] for node, length in steps)])
+            require_new_pages(value[prefix:], own, self.page_size)
+            require_peers(
+                value[prefix:],
+                max(cursor - prefix, 0),
+                self.token_to_kv_pool_allocator,
+                settled=self._frees_alone or not self.group_open,
+            )
 
     def _checked(self, params: InsertParams) -> tuple[RadixKey, torch.Tensor, int, int]:
         """Key and value in whole pages, the previous prefix and the cursor."""
+        require_a(InsertParams, "insert", params)
+        require_a(RadixKey, "insert", params.key)
         value = as_index("insert", params.value, self._no_slots.device)
         whole = self._floor(len(params.key))
         lengths = {
@@ -169,17 +228,19 @@ class UnifiedRadixCache(LockableTree):
         return params.key[:whole], value[:whole], prefix, cursor
 
     def _absorb(
-        self, node: TreeNode, value: torch.Tensor, start: int, cursor: int, surplus: Surplus
-    ) -> None:
-        """Take the slots of the tokens from `start` to the end of a node that is in the tree."""
+        self, node: TreeNode, value: torch.Tensor, prefix: int, cursor: int, surplus: Surplus
+    ) -> TreeNode | None:
+        """What becomes of the slots of a node that is in the tree, behind the previous prefix: they
+        are surplus, but for a tombstone that they recover, which is returned."""
+        start = max(node.start, prefix)
         fresh = max(start, cursor)
         if node.state != "tombstone" or fresh >= node.end:
             surplus.add(value, start, node.end)
-            return
+            return None
         if fresh > node.start:
             self._split(node, fresh)
         surplus.add(value, start, fresh)
-        self._recover(node, value[fresh : node.end])
+        return node
 
     def _recover(self, node: TreeNode, incoming: torch.Tensor) -> None:
         """Make a tombstone live with freshly computed slots: under a lock it keeps its own full
@@ -222,24 +283,33 @@ class UnifiedRadixCache(LockableTree):
             GeometryError: lengths that no request can have.
             InvalidSlotError: it holds no row.
             LockError: its prefix ends with no lock of the tree.
+            RequestStateError: it has drafts, of which nobody knows yet whether they stay.
         """
         row_number = self._require_running("cache_unfinished_req", req)
+        if req.kv_allocated_len != req.kv_len:
+            raise RequestStateError(
+                f"cache_unfinished_req: kv_allocated_len {req.kv_allocated_len}, kv_len "
+                f"{req.kv_len}; expected a request without drafts, trim first"
+            )
         prefix, whole = req.prefix_len, self._floor(req.kv_len)
         cursor = self._insert_cursor(req)
         key = RadixKey(req.token_ids[:whole], req.extra_key)
-        if whole == prefix or cursor >= whole or self._loads_in_window(key):
+        if whole == prefix or cursor >= whole or self._loads_in_window(key, req.last_node):
             return
         row = self.req_to_token_pool.row(row_number, whole)
+        places = (row_number, slice(prefix, whole))
+        # What the row holds, once more: a table that cannot be written says so while the slots are
+        # the request's. Behind the insert it would be left with slots that it does not own.
+        self.req_to_token_pool.write(places, row[prefix:])
         with self.frees():
             node = self.insert(InsertParams(key, row, prefix, cursor)).last_device_node
             # The old prefix ends with a node, so whole nodes lie behind it.
             values = [each.value for each in self.path(node) if each.end > prefix]
-            places = (row_number, slice(prefix, whole))
             self.req_to_token_pool.write(places, torch.cat(values))
             self.inc_lock_ref(node)
-            if req.last_node is not None:
-                self.dec_lock_ref(req.last_node)
-        req.last_node, req.prefix_len = node, whole
+            released, req.last_node, req.prefix_len = req.last_node, node, whole
+            if released is not None:
+                self.dec_lock_ref(released)
 
     def cache_finished_req(self, req: CachedRequest, is_insert: bool = True) -> None:
         """Cache the whole pages of a request that ended, or with `is_insert=False` none of them;
@@ -252,19 +322,32 @@ class UnifiedRadixCache(LockableTree):
         """
         row_number = self._require_running("cache_finished_req", req)
         row = self.req_to_token_pool.row(row_number, req.kv_allocated_len)
-        owned = self._floor(req.kv_len) if is_insert else req.prefix_len
-        rest = Surplus(req.swa_evicted_seqlen)
+        computed, evicted = req.kv_len, req.swa_evicted_seqlen
+        owned = self._floor(computed) if is_insert else req.prefix_len
+        rest = Surplus(evicted)
         rest.add(row, owned, len(row))
+        cached = InsertParams(
+            RadixKey(req.token_ids[:owned], req.extra_key),
+            row[:owned],
+            req.prefix_len,
+            self._insert_cursor(req),
+        )
+        if is_insert:
+            key, value, prefix, cursor = self._checked(cached)
+            self._require_insertable(self._steps(key), value, prefix, cursor)
         with self.frees():
-            if is_insert:
-                key = RadixKey(req.token_ids[:owned], req.extra_key)
-                cursor = self._insert_cursor(req)
-                self.insert(InsertParams(key, row[:owned], req.prefix_len, cursor))
             rest.free(self.token_to_kv_pool_allocator)
+            # Should an allocator refuse what follows, the request still owns the rest, and only
+            # that, so the call may be repeated.
+            req.kv_len = req.kv_allocated_len = owned
+            req.swa_evicted_seqlen = min(evicted, owned)
+            if is_insert:
+                self.insert(cached)
             if req.last_node is not None:
                 self.dec_lock_ref(req.last_node)
-        self.req_to_token_pool.free(req)
-        req.last_node, req.prefix_len, req.kv_allocated_len = None, 0, 0
+            self.req_to_token_pool.free(req)
+            req.last_node, req.prefix_len, req.kv_allocated_len = None, 0, 0
+            req.kv_len, req.swa_evicted_seqlen = computed, evicted
 
     def _insert_cursor(self, request: CachedRequest) -> int:
         """How far the SWA slots of what a request hands over are gone (sglang#30845)."""
@@ -299,14 +382,15 @@ class UnifiedRadixCache(LockableTree):
         self.path(locked)
         if locked.end != prefix:
             raise LockError(f"{operation}: prefix_len {prefix}; expected the end of {locked!r}")
-        if locked is not self.root_node:
+        if req.last_node is not None:
             self._require_locked(operation, locked)
         return req.req_pool_idx
 
-    def _loads_in_window(self, key: RadixKey) -> bool:
-        """Whether a load is under way to what the tree holds of the last window of `key`."""
+    def _loads_in_window(self, key: RadixKey, prefix: TreeNode | None) -> bool:
+        """Whether a load is under way to what the tree holds of the last window of `key`, which
+        begins with the tokens of `prefix`."""
         start = self._window_start(len(key))
-        steps = self._steps(key)
+        steps = self._steps(key, prefix)
         return any(n.state == "loading" and n.start + length > start for n, length in steps)
 
     # -- loads ---------------------------------------------------------------------------------
@@ -314,7 +398,7 @@ class UnifiedRadixCache(LockableTree):
     def find_path(self, key: RadixKey) -> tuple[int, TreeNode]:
         """How many tokens of `key` the tree holds, whatever can be served of them, and the node
         that ends there (the root for none), which is split off if need be."""
-        steps = self._steps(key)
+        steps = self._find("find_path", key)
         if not steps:
             return 0, self.root_node
         node, length = steps[-1]
@@ -378,8 +462,13 @@ class UnifiedRadixCache(LockableTree):
         """Free everything that the cache holds.
 
         Raises:
-            LockError: a node is locked or loading.
+            LockError: a node is locked or loading, or the root is: by a request that matched
+                nothing, or by a load.
         """
+        if self.root_node.lock_ends:
+            raise LockError(
+                f"flush: {self.root_node.lock_ends} requests or loads hold the root; expected none"
+            )
         held = [node for node in self.walk() if node.full_lock_ref or node.state == "loading"]
         if held:
             raise LockError(
@@ -396,5 +485,4 @@ class UnifiedRadixCache(LockableTree):
 
     def reset(self) -> None:
         """Forget everything and free nothing: the allocator was cleared, or is about to be."""
-        self._group_open = False
         self._plant()

@@ -8,7 +8,7 @@ Leaves out everything about an allocator: who frees what (`kvcore.prefix_cache.r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import torch
 
@@ -96,10 +96,12 @@ class RadixTree:
         nodes.reverse()
         return nodes
 
-    def _steps(self, key: RadixKey) -> list[Step]:
-        """How far the tree holds a key, whatever can be served of it."""
-        steps: list[Step] = []
-        node, at = self.root_node, 0
+    def _steps(self, key: RadixKey, behind: TreeNode | None = None) -> list[Step]:
+        """How far the tree holds a key, whatever can be served of it. Up to the end of `behind`,
+        where there is one, the key is taken for the tree's."""
+        node = self.root_node if behind is None else behind
+        steps = [(each, len(each)) for each in self.path(node)]
+        at = node.end
         while len(key) - at >= self.page_size:
             child = node.children.get(key.first_page(at, self.page_size))
             if child is None:
@@ -172,11 +174,16 @@ class RadixTree:
         self._tally(node, 1)
         self._requeue(node)
 
-    def _touch(self, nodes: Iterable[TreeNode]) -> None:
-        """These nodes, of one path, were used now."""
+    def touch(self, node: TreeNode) -> None:
+        """The prefix that ends with `node` was used now: of all, it is evicted last.
+
+        Raises:
+            LockError: `node` is not in the tree.
+        """
+        path = self.path(node)
         self._tick += 1
-        for node in nodes:
-            node.last_access = self._tick
+        for each in path:
+            each.last_access = self._tick
 
     def _tally(self, node: TreeNode, sign: int) -> None:
         if node is not self.root_node:

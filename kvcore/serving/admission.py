@@ -95,6 +95,7 @@ def start_computing(
         if slots is None:
             return None
         cache.req_to_token_pool.write((rows[0], slice(0, stop)), torch.cat((prefix, slots)))
+        cache.record_match(key, match)
         undo.pop_all()
     run_from(request, match, kv_len=stop, swa_evicted_seqlen=0)
     return slots

@@ -86,7 +86,7 @@ def save_prefix(cache: UnifiedRadixCache, key: RadixKey) -> HostPrefix | None:
     Raises:
         Exception: what the pool raises when it cannot be read.
     """
-    match = cache.match_prefix(MatchPrefixParams(key))
+    match = cache.match_prefix(MatchPrefixParams(key, touch=False))
     if match.prefix_len == 0:
         return None
     swa_from = cache.window_frontier(match.prefix_len)
@@ -96,6 +96,7 @@ def save_prefix(cache: UnifiedRadixCache, key: RadixKey) -> HostPrefix | None:
         chunk_tokens=cache.page_size,
         swa_evicted_seqlen=swa_from,
     )
+    cache.record_match(key, match)
     return HostPrefix(key[: match.prefix_len].owned(), copy, swa_from)
 
 
@@ -111,14 +112,21 @@ def begin_load(cache: UnifiedRadixCache, host_prefix: HostPrefix) -> PrefixLoad 
         tombstones, or if there is no room even after eviction. Nothing changed then.
 
     Raises:
-        GeometryError: a copy from a cache with pages of another size. Whatever is raised, nothing
-            changed but for what was evicted.
+        GeometryError: a copy from a cache with pages of another size, or with a smaller window, of
+            which too few tokens could be served. Whatever is raised, nothing changed but for what
+            was evicted.
     """
     key, swa_from = host_prefix.key, host_prefix.swa_from
     if len(host_prefix.copy.chunks) * cache.page_size != len(key):
         raise GeometryError(
             f"begin_load: {len(key)} tokens in {len(host_prefix.copy.chunks)} chunks; expected a "
             f"chunk for each page of {cache.page_size}"
+        )
+    latest = cache.window_frontier(len(key))
+    if swa_from > latest:
+        raise GeometryError(
+            f"begin_load: a copy with SWA rows from token {swa_from} on; expected them from "
+            f"{latest} on, where the last window of {len(key)} tokens begins"
         )
     found, node = cache.find_path(key)
     window = [each for each in cache.path(node) if each.end > swa_from]
@@ -166,11 +174,15 @@ def finish_load(cache: UnifiedRadixCache, load: PrefixLoad) -> None:
     copy.write(pool, load.found, load.slots)
     held = [each.value for each in cache.path(node)]
     with cache.frees():
+        loaded = node
         if len(load.slots) > 0:
             value = torch.cat((*held, load.slots))
-            cache.insert(InsertParams(copy.key, value, load.found, copy.swa_from))
+            params = InsertParams(copy.key, value, load.found, copy.swa_from)
+            loaded = cache.insert(params).last_device_node
         if load.loading:
             cache.end_swa_load(load.loading, arrived=True)
+        # All of it was brought back to be used: it is not the first to go again.
+        cache.touch(loaded)
         cache.dec_lock_ref(node)
     load.node = None
 

@@ -78,7 +78,8 @@ def _load(
 ) -> torch.Tensor | None:
     length, window_from = request.kv_len, backup.swa_evicted_seqlen
     with ExitStack() as undo:
-        match = lock_match(cache, RadixKey(request.token_ids[:length], request.extra_key), undo)
+        key = RadixKey(request.token_ids[:length], request.extra_key)
+        match = lock_match(cache, key, undo)
         rows = cache.req_to_token_pool.alloc([request])
         if rows is None:
             return None
@@ -93,6 +94,7 @@ def _load(
         rest.restore(cache.token_to_kv_pool_allocator.get_kvcache(), slots)
         whole_row = torch.cat((match.device_indices, slots))
         cache.req_to_token_pool.write((rows[0], slice(0, length)), whole_row)
+        cache.record_match(key, match)
         undo.pop_all()
     run_from(request, match, kv_len=length, swa_evicted_seqlen=window_from)
     return slots

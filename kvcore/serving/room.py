@@ -11,7 +11,8 @@ from kvcore.prefix_cache import EvictParams, UnifiedRadixCache
 def make_room(cache: UnifiedRadixCache, full_tokens: int, swa_tokens: int) -> bool:
     """See to it that so many tokens, in whole pages, are free on each side.
 
-    If what is free does not suffice, exactly what is missing is evicted from the cache; never if
+    If what is free does not suffice, what is missing is evicted from the cache, in whole nodes and
+    none more than needed; never if
     even all that is unlocked would not do, and never in an open free group, since evicted pages
     would be free after its end only.
 

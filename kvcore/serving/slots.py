@@ -19,8 +19,10 @@ from kvcore.serving.room import ceil_page, make_room
 
 
 def lock_match(cache: UnifiedRadixCache, key: RadixKey, undo: ExitStack) -> MatchResult:
-    """What the cache can serve of `key`, locked; `undo` takes the lock back."""
-    match = cache.match_prefix(MatchPrefixParams(key))
+    """What the cache can serve of `key`, locked; `undo` takes the lock back. It is no use of the
+    match until `UnifiedRadixCache.record_match` says so: a call that is refused changes nothing in
+    the order of eviction."""
+    match = cache.match_prefix(MatchPrefixParams(key, touch=False))
     cache.inc_lock_ref(match.last_device_node)
     undo.callback(cache.dec_lock_ref, match.last_device_node)
     return match

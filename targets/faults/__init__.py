@@ -423,6 +423,7 @@ _LEDGER = (
         "A lock skips tombstones that its release counts down.",
         _laws("locks"),
         CoreParts(cache=cache.LockNotPaired),
+        programs=9,
         machine="requests",
     ),
 )

@@ -184,8 +184,8 @@ class Bookkeeper:
 
 
 class Evictor:
-    """Evicts pages that a cache may evict, any of them, until enough is free. ``path``: what the op
-    locks before."""
+    """Evicts pages that a cache may evict, any of those that were used longest ago, until enough is
+    free. ``path``: what the op locks before."""
 
     def __init__(self, model: ServingModel, rng: random.Random, path: Sequence[TreePage]) -> None:
         self.gone: list[TreePage] = []
@@ -196,14 +196,18 @@ class Evictor:
     def run(self, full: int, swa: int) -> None:
         """Evict so many pages of each side."""
         while len(self.gone) < full:
-            self._drop(self._rng.choice([node for node in self._nodes() if self._may_go(node)]))
+            self._drop(self._next(self._may_go))
         while len(self.peers()) < swa:
-            able = [node for node in self._nodes() if self._may_lose_its_peer(node)]
-            node = self._rng.choice(able)
+            node = self._next(self._may_lose_its_peer)
             if self._may_go(node):
                 self._drop(node)
             else:
                 self.stripped.append(node)
+
+    def _next(self, able: Callable[[TreePage], bool]) -> TreePage:
+        nodes = [node for node in self._nodes() if able(node)]
+        oldest = min(node.used for node in nodes)
+        return self._rng.choice([node for node in nodes if node.used == oldest])
 
     def peers(self) -> list[int]:
         """SWA pages that are free by it."""

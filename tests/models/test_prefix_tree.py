@@ -137,14 +137,14 @@ def test_the_longest_texts_are_those_of_the_leaves() -> None:
     assert PrefixTree(1).texts() == []
 
 
-def test_sizes_equal_a_recount_whatever_happens() -> None:
+def test_sizes_and_the_order_of_use_equal_a_recount_whatever_happens() -> None:
     rng = random.Random(5)
     tree = PrefixTree(2)
     locked: list[list[TreePage]] = []
     for number in range(1, 400):
         nodes = [tree.root, *tree.pages.values()]
         node = rng.choice(nodes)
-        match rng.randrange(6):
+        match rng.randrange(7):
             case 0 | 1:
                 state = rng.choice(("live", "tombstone", "loading"))
                 tree.add(node, key(number), Page(number, number), state)
@@ -156,10 +156,29 @@ def test_sizes_equal_a_recount_whatever_happens() -> None:
                 tree.unlock(locked.pop(rng.randrange(len(locked))))
             case 4 if node is not tree.root:
                 tree.turn(node, rng.choice(("live", "tombstone", "loading")))
+            case 5:
+                tree.use(path_to(node))
             case _:
                 if node is not tree.root and not node.children and not node.full_locks:
                     tree.remove(node)
         assert sizes(tree) == recounted(tree)
+        left_out = set(rng.sample(nodes, len(nodes) // 3))
+        assert oldest(tree, left_out) == looked_up(tree, left_out)
+
+
+def oldest(tree: PrefixTree, left_out: set[TreePage]) -> tuple[int | None, int | None]:
+    """When the leaf and the live page were used that may go first."""
+    leaf, live = tree.oldest_leaf(left_out.__contains__), tree.oldest_live(left_out.__contains__)
+    return leaf and leaf.used, live and live.used
+
+
+def looked_up(tree: PrefixTree, left_out: set[TreePage]) -> tuple[int | None, int | None]:
+    """The same, by looking at every page."""
+    live = [node for node in tree.pages.values() if node.state == "live"]
+    live = [node for node in live if node not in left_out]
+    leaves = [node.used for node in live if not node.full_locks and not node.children]
+    unlocked = [node.used for node in live if not node.swa_locks]
+    return min(leaves, default=None), min(unlocked, default=None)
 
 
 def path_to(node: TreePage) -> list[TreePage]:

@@ -476,7 +476,7 @@ def test_what_others_cached_meanwhile_stays_and_the_loads_pages_go(server: Any) 
 
 
 def test_a_tombstone_that_only_a_failed_load_held_goes_with_it(server: Any) -> None:
-    server.do(Admit(1, LONG, 5), Finish(1), SavePrefix(1, ((1, 16),)))
+    server.do(Admit(1, LONG, 5), Finish(1), SavePrefix(1, ((1, 16),)), SavePrefix(2, LONG))
     nodes = server.model.tree.path(server.model.keys(LONG))
     bare = tuple(node.page.full for node in nodes[2:4])
     server.model.accept(Evict(0, 8), Served(tombstoned=bare))

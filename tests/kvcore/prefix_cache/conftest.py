@@ -42,7 +42,7 @@ class Bench:
             validate=True,
         )
         self.rows = ReqToTokenPool(4, 64, "cpu", False)
-        self.cache = UnifiedRadixCache(self.rows, self.allocator, page_size, window)
+        self.cache = UnifiedRadixCache(self.rows, self.allocator, page_size, window, validate=True)
 
     def compute(self, length: int, evicted: int = 0) -> torch.Tensor:
         """Slots for a row of so many tokens, whole pages, of which the front has no peers."""

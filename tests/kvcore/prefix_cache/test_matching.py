@@ -3,10 +3,12 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
-from kvcore import MatchPrefixParams, RadixKey, ReqToTokenPool, UnifiedRadixCache
-from kvcore.errors import GeometryError
+from kvcore import InsertParams, MatchPrefixParams, RadixKey, ReqToTokenPool, UnifiedRadixCache
+from kvcore.errors import GeometryError, IndexTensorError
 
 Make = Callable[..., Any]
 A = list(range(100, 132))
@@ -118,6 +120,61 @@ def test_queries_and_matches_are_counted_in_whole_pages(bench: Make) -> None:
     cached.put(A[:8])
     cached.match(A[:15])
     assert (cached.cache.counters.queried_tokens, cached.cache.counters.matched_tokens) == (12, 8)
+
+
+def test_a_match_that_is_not_used_yet_changes_nothing(bench: Make) -> None:
+    cached = bench(2, 2)
+    for tokens in (A[:4], A[8:12]):
+        cached.put(tokens)
+    key = RadixKey(A[:4])
+    match = cached.cache.match_prefix(MatchPrefixParams(key, touch=False))
+    assert match.prefix_len == 4
+    assert cached.cache.counters.queried_tokens == 0
+    assert cached.evict(1, 0) == (4, 4)
+    assert cached.cache.find_path(key)[0] == 0
+
+    cached.put(A[:4])
+    kept = RadixKey(A[8:12])
+    match = cached.cache.match_prefix(MatchPrefixParams(kept, touch=False))
+    cached.cache.record_match(kept, match)
+    counters = cached.cache.counters
+    assert (counters.queried_tokens, counters.matched_tokens) == (4, 4)
+    assert cached.evict(1, 0) == (4, 4)
+    assert cached.cache.find_path(kept)[0] == 4
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda cache: cache.match_prefix(RadixKey([1])),
+        lambda cache: cache.match_prefix(MatchPrefixParams([1])),
+        lambda cache: cache.insert(RadixKey([1])),
+        lambda cache: cache.insert(InsertParams([1], torch.tensor([1]))),
+        lambda cache: cache.evict(4),
+        lambda cache: cache.find_path([1]),
+    ],
+)
+def test_what_is_no_key_and_no_parameters_is_refused(
+    bench: Make, call: Callable[[UnifiedRadixCache], object]
+) -> None:
+    with pytest.raises(IndexTensorError, match=r"expected (RadixKey|[A-Z][A-Za-z]+Params), got"):
+        call(bench(2, 2).cache)
+
+
+def test_token_ids_beyond_int64_are_refused() -> None:
+    with pytest.raises(GeometryError, match="expected at most 9223372036854775807"):
+        RadixKey([2**63])
+    assert RadixKey(np.array([7], dtype=np.uint64)) == RadixKey([7])
+
+
+def test_extra_keys_of_two_types_are_two(bench: Make) -> None:
+    cached = bench(1, 1)
+    cached.cache.insert(InsertParams(RadixKey([5], 1), cached.compute(1)))
+    for extra_key, held in ((1, 1), (True, 0), ("1", 0), (None, 0)):
+        assert cached.cache.find_path(RadixKey([5], extra_key))[0] == held
+    assert RadixKey([5], 1) != RadixKey([5], True)
+    with pytest.raises(GeometryError, match="expected None or a name"):
+        RadixKey([5], ["a"])
 
 
 @pytest.mark.parametrize("ids", [[1.5], [[1, 2]], ["a"]])

@@ -62,7 +62,7 @@ class World:
             validate=True,
         )
         self.table = ReqToTokenPool(options.pop("rows", ROWS), CONTEXT, "cpu", False)
-        self.cache = UnifiedRadixCache(self.table, self.allocator, page_size, window)
+        self.cache = UnifiedRadixCache(self.table, self.allocator, page_size, window, validate=True)
         self.running: list[ServingRequest] = []
         self.loads: list[PrefixLoad] = []
         assert not options
@@ -319,6 +319,14 @@ class World:
                 found[key] = page, node.state, node.full_lock_ref, node.swa_lock_ref
         return found
 
+    def used(self) -> list[Any]:
+        """When each prefix was last used, by its end, and how often the cache was of use."""
+        counters = self.cache.counters
+        ends = {(extra, tuple(tokens)): node for node, tokens, extra in self.prefixes()}
+        # A split adds an end, with the tick of the whole: only ends of leaves are compared.
+        ticks = [node.last_access for node in ends.values() if not node.children]
+        return [sorted(ticks), counters.queried_tokens, counters.matched_tokens]
+
     def pages_of(self, slots: torch.Tensor) -> list[int]:
         """The pages of slots in row order; whole ones but for the last."""
         return [slot // self.page_size for slot in slots[:: self.page_size].tolist()]
@@ -341,6 +349,7 @@ class World:
             "rows": sorted(self.table.free_slots),
             "group": cache.group_open,
             "tree": self.tree(),
+            "used": self.used(),
             "sizes": (
                 cache.full_evictable_size(),
                 cache.swa_evictable_size(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -49,6 +50,34 @@ def test_an_evicted_prefix_comes_back(world: Any, base: list[int]) -> None:
     bare = 3 - in_window(world)
     assert world.states(base) == "T" * bare + "L" * (3 - bare)
     assert world.start([*base, 9]).prefix_len == world.pages(3)
+
+
+def test_what_comes_back_is_not_the_first_to_go_again(
+    world: Any, base: list[int], tail: list[int]
+) -> None:
+    world.serve(base)
+    copy = world.save(base)
+    world.tombstones(base, tail)
+    other = world.text((3, world.pages(3)))
+    world.serve(other)
+    load = world.begin_load(copy)
+    assert (len(load.slots), len(load.reopened)) == (0, world.pages(in_window(world)))
+    world.end_load(load)
+    world.evict(swa_tokens=world.pages(6))
+    assert world.match(base) == world.pages(3)
+    assert world.match([*base, *tail]) == world.match(base)
+    assert world.match(other) == 0
+
+
+def test_a_copy_with_too_small_a_window_is_refused(world: Any, base: list[int]) -> None:
+    world.serve(base)
+    copy = world.save(base)
+    world.evict(world.pages(3))
+    late = replace(copy, swa_from=copy.swa_from + world.page_size)
+    before = world.state()
+    with pytest.raises(GeometryError, match="where the last window of"):
+        serving.begin_load(world.cache, late)
+    assert world.state() == before
 
 
 def test_tombstones_in_the_last_window_come_back(

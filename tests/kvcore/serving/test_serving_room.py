@@ -139,3 +139,25 @@ def test_without_a_request_row_nothing_begins(world: Any) -> None:
     assert world.admit(new) is None
     assert world.resume(retracted) is None
     assert world.state(new, retracted) == before
+
+
+def test_a_refused_request_does_not_change_what_is_evicted_next(world: Any) -> None:
+    first, second = (world.text((stream, world.pages(3))) for stream in (1, 2))
+    for text in (first, second):
+        world.serve(text)
+    request = world.start(world.text((3, world.pages(6))))
+    assert world.admit(world.request([*first, *world.text((4, world.pages(8)))])) is None
+    world.evict(1)
+    assert world.states(first) != "LLL" == world.states(second)
+    world.abort(request)
+
+
+def test_an_admitted_request_counts_as_a_use_of_its_prefix(world: Any) -> None:
+    first, second = (world.text((stream, world.pages(3))) for stream in (1, 2))
+    for text in (first, second):
+        world.serve(text)
+    world.abort(world.start([*first, 5]))
+    world.evict(1)
+    assert (world.match(first), world.states(second)) == (world.pages(3), "")
+    counters = world.cache.counters
+    assert counters.matched_tokens == 2 * world.pages(3)
