@@ -116,8 +116,8 @@ def _odd(finding: Finding) -> tuple[bool, int]:
 
 
 def show_finding(console: Console, finding: Finding, shrunk: Shrunk | None, traces: Path) -> Path:
-    """Save a finding's trace and print the page on it; where the trace is. One that did not come back when it was to be
-    shrunk is saved as it was found."""
+    """Save a finding's trace and print the page on it; where the trace is. One that did not come
+    back when it was to be shrunk is saved as it was found."""
     kept = shrunk or Shrunk(finding.geometry, finding.program, finding.violation, 0)
     header = new_header(finding.target, kept.geometry, seed=finding.seed, found_by=finding.source)
     path = save_trace(Trace(header, kept.program, kept.violation), traces)

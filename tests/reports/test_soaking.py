@@ -176,6 +176,13 @@ def test_no_requests_are_an_empty_report(command: Command, workload: Path) -> No
     assert told["prompt_tokens"] == told["full"]["peak"] == 0
 
 
+def test_pools_that_no_request_fits_are_bad_input(command: Command, workload: Path) -> None:
+    status, out, err = command("soak", workload, "--geometry", "context=10")
+    assert status == 2
+    assert "0 of 10 served" in out
+    assert "none of the 10 requests fits these pools" in err
+
+
 def test_a_soak_is_reported_the_same_twice(command: Command, workload: Path) -> None:
     for name in ("one.json", "two.json"):
         options = ("--geometry", SMALL, "--chunk", 16, "--seed", 1, "--json", name)
