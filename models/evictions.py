@@ -97,7 +97,8 @@ class EvictionJudge:
         if not live:
             return
         newest = max(live, key=_used)
-        staying = [node.parent for node in live if node.parent and self._bared(node.parent)]
+        above = dict.fromkeys(node.parent for node in self._gone if node.parent)
+        staying = [node for node in above if self._bared(node)]
         oldest = self._tree.oldest_leaf(lambda node: id(node) in held or id(node) in self._leaving)
         if oldest is not None:
             staying.append(oldest)

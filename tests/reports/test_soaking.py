@@ -177,7 +177,7 @@ def test_no_requests_are_an_empty_report(command: Command, workload: Path) -> No
 
 
 def test_pools_that_no_request_fits_are_bad_input(command: Command, workload: Path) -> None:
-    status, out, err = command("soak", workload, "--geometry", "context=10")
+    status, out, err = command("soak", workload, "--geometry", "context=1")
     assert status == 2
     assert "0 of 10 served" in out
     assert "none of the 10 requests fits these pools" in err
