@@ -1,7 +1,7 @@
 """The laws of the prefix cache: what it holds, and who holds that. Laws `tree` and `locks`.
 
-In plain form clause by clause, and in a quick form that makes sure page by page that all is right
-and leaves the wording of what is not to the plain one. Leaves out what an answer says of a prefix,
+In plain form clause by clause; `tree` also in a quick form that makes sure page by page that all is
+right and leaves the wording of what is not to the plain one. Leaves out what an answer says of a prefix,
 which the model judges, and whose the pages are (law L1).
 """
 
@@ -281,33 +281,3 @@ def _tokens(seen: TreeView, *, live: bool, locked: bool) -> int:
         nodes = [node for node in seen.nodes if node.state == "live"]
         return sum(len(node.tokens) for node in nodes if (node.swa_locks > 0) == locked)
     return sum(len(node.tokens) for node in seen.nodes if (node.full_locks > 0) == locked)
-
-
-def locks_quickly(check: Check) -> list[Clause]:
-    """locks, where it holds: who holds a page is added up from the ends of the prefixes."""
-    case = case_of(check)
-    return [] if case is None or _locks_hold(*case) else locks(check)
-
-
-def _locks_hold(model: ServingModel, seen: TreeView) -> bool:
-    if any(True for _ in _wrong_sizes(seen)):
-        return False
-    ending: Counter[int] = Counter()
-    swa: Counter[int] = Counter()
-    for path in _held_paths(model):
-        if path:
-            ending[path[-1].page.full] += 1
-            swa.update(node.page.full for node in path[_window_start(model, len(path)) :])
-    below = [0] * len(seen.nodes)
-    # From the leaves up: a page is held by whoever ends with it or behind it.
-    for place in range(len(seen.nodes) - 1, -1, -1):
-        node = seen.nodes[place]
-        held = below[place] + sum(ending.get(page, 0) for page in node.pages[-1:])
-        # Who ended inside the node would hold a part of it only.
-        if not ending.keys().isdisjoint(node.pages[:-1]) or node.parent >= place:
-            return False
-        if held != node.full_locks or any(swa.get(p, 0) != node.swa_locks for p in node.pages):
-            return False
-        if node.parent >= 0:
-            below[node.parent] += held
-    return True

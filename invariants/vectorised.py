@@ -20,7 +20,7 @@ from kvcore.invariants.check import Check, LawForm
 from kvcore.invariants.contents import page_place, page_stamps
 from kvcore.invariants.devices import device_entries, device_partition, device_unmapped
 from kvcore.invariants.plain import identity_mapping, pending_kept
-from kvcore.invariants.prefix_tree import locks_quickly, tree_quickly
+from kvcore.invariants.prefix_tree import tree_quickly
 from kvcore.models import Clause, Model
 from kvcore.models.ops import GroupEnd
 from kvcore.models.state import NO_PEER, UNKNOWN, Page, Row, Side
@@ -358,7 +358,6 @@ VECTORISED: dict[str, LawForm] = {
     "L6": group_law,
     "L1": conservation,
     "tree": tree_quickly,
-    "locks": locks_quickly,
     "L8": tensors_are_owned,
     "L10": drained,
     "stamps": stamps,
