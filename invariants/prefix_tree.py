@@ -1,8 +1,8 @@
 """The laws of the prefix cache: what it holds, and who holds that. Laws `tree` and `locks`.
 
 In plain form clause by clause; `tree` also in a quick form that makes sure page by page that all is
-right and leaves the wording of what is not to the plain one. Leaves out what an answer says of a prefix,
-which the model judges, and whose the pages are (law L1).
+right and leaves the wording of what is not to the plain one. Leaves out what an answer says of a
+prefix, which the model judges, and whose the pages are (law L1).
 """
 
 from __future__ import annotations

@@ -151,10 +151,7 @@ def simpler(op: Op, size: int, known: Sequence[int]) -> Iterator[Op]:
             yield ops.Extend(((op.seq, op.pages * size),))
             for fewer in _fewer(op.pages):
                 yield replace(op, pages=fewer, swa_pages=min(fewer, op.swa_pages))
-        case ops.Alloc():
-            for fewer in _fewer(op.pages):
-                yield replace(op, pages=fewer)
-        case ops.DeviceBuffer():
+        case ops.Alloc() | ops.DeviceBuffer():
             for fewer in _fewer(op.pages):
                 yield replace(op, pages=fewer)
         case ops.Reserve():

@@ -9,6 +9,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 from rich.console import Console
 
@@ -74,7 +75,7 @@ def report(**changes: object) -> SoakReport:
         "ending": "clean",
         "violation": None,
     }
-    return SoakReport(**{**facts, **changes})  # type: ignore[arg-type]
+    return msgspec.convert({**facts, **changes}, SoakReport)
 
 
 # Options.

@@ -170,7 +170,7 @@ def test_a_load_that_does_not_end_is_still_in_flight(world: Any, saboteur: Sabot
 
 
 def test_under_pressure_an_eviction_that_fails_changes_nothing(
-    world: Any, saboteur: Saboteur
+    world: Any, saboteur: Saboteur, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for stream in range(1, 5):
         world.serve(world.text((stream, world.pages(3))))
@@ -188,7 +188,7 @@ def test_under_pressure_an_eviction_that_fails_changes_nothing(
             patch.setattr(world.cache, "evict", evict)
         return told
 
-    saboteur._patch = only_eviction  # type: ignore[method-assign]
+    monkeypatch.setattr(saboteur, "_patch", only_eviction)
     failed = saboteur.failures(lambda: world.admit(new), lambda: world.state(new))
     assert failed == ["evict raised"]
 
