@@ -140,7 +140,7 @@ MACHINES: dict[str, Machine] = {
         Machine("request pool", _requests),
         Machine("memory saver", _saver),
         Machine("composed", _composed),
-        Machine("requests", _serving, share=7),
+        Machine("requests", _serving, share=10),
         Machine("wrapper beside inner", _hybrid, page_unit=COMPRESS),
     )
 }
