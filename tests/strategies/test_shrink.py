@@ -130,7 +130,7 @@ def _named(op: Op) -> set[int]:
             return set()
 
 
-@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("page_size", [pytest.param(1, marks=pytest.mark.campaign), 4])
 def test_five_thousand_ops_shrink_in_two_hundred_executions(page_size: int) -> None:
     geometry = Geometry(page_size=page_size, full_pages=64, swa_pages=64)
     program = long_program(geometry, 5000)
