@@ -46,11 +46,6 @@ def make_room(cache: UnifiedRadixCache, full_tokens: int, swa_tokens: int) -> bo
     return True
 
 
-def floor_page(num_tokens: int, page_size: int) -> int:
-    """The whole pages among the first `num_tokens` tokens of a row, in tokens."""
-    return num_tokens // page_size * page_size
-
-
 def ceil_page(num_tokens: int, page_size: int) -> int:
     """The pages that hold the first `num_tokens` tokens of a row, in tokens."""
     return -(-num_tokens // page_size) * page_size
