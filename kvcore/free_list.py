@@ -1,20 +1,29 @@
-"""The free pages of one pool: a double-ended queue of page ids in one preallocated ring buffer.
+"""The free pages of one pool, in one tensor whose ends are known to the host.
 
-Pages are taken from the front. They come back at the end (`newest_first=False`: every slot rests
-as long as possible) or at the front (`newest_first=True`: recently used pages are used again).
+Two lists, by the order in which pages are used again. Both take pages from the front:
+
+    SlotLog     pages come back at the end, so every one rests as long as possible. What was taken
+                is never written again: a caller may get a view. When the log reaches the end of its
+                storage, what is free moves to a new one, and views keep the old one alive; there is
+                room for as many pages as there are, so this costs less than one write a page.
+    PageStack   pages come back at the front: recently used pages are used again, and their places
+                too, so what is lent must be computed or copied from them.
+
 Every counter lives on the host, so capacity is known without a device synchronisation and is
 checked before anything is read (sglang#34399). Taking or giving n pages costs O(n), whatever the
-size of the pool and the number of free pages.
+size of the pool and the number of free pages. A giver writes the pages itself, into the view that
+`place` hands out, so that nothing has to be built first and copied.
 
-With `need_sort`, pages given back wait in a second buffer and are merged and sorted into the queue
-only when a `take` needs them.
+With `need_sort`, pages given back wait in a second tensor, are sorted when a taker needs them, and
+merged into the free ones, which are ascending already and are not sorted again.
 
-A caller that does not know on the host how many pages it returns gives them with gaps; they are
-counted when a capacity is next asked for, so that the free itself waits for no device value.
+A caller that does not know on the host how many pages it returns gives them with gaps. They are
+counted when a number is asked for that the others do not decide, and lent after them.
 
 Left out: who owns a page that is not free, and free groups (`kvcore.allocator`).
 """
 
+from abc import ABC, abstractmethod
 from typing import NamedTuple
 
 import torch
@@ -25,68 +34,142 @@ from kvcore.errors import DoubleFreeError, GeometryError
 class Position(NamedTuple):
     """Where a free list stood."""
 
+    store: torch.Tensor
     head: int
-    num_queued: int
+    end: int
     num_released: int
 
 
-class FreeList:
-    """Queue of the free pages out of pages 1..num_pages, as int64 ids on one device.
+class FreeList(ABC):
+    """The free pages out of pages 1..num_pages, int64 on one device.
+
+    Pages are kept as *entries*: the id, or with `unit` the id times `unit`, which is the first slot
+    of a page of `unit` slots. `front` and `place` deal in entries, everything else in ids.
 
     Args:
         num_pages: pages of the pool; ids run from 1, page 0 is padding and never enters.
         device: device of all ids.
         need_sort: keep returned pages aside, merge them in ascending order on demand.
-        newest_first: returned pages go to the front of the queue instead of its end.
+        unit: what ids are multiplied with.
     """
 
     def __init__(
-        self, num_pages: int, device: torch.device, *, need_sort: bool, newest_first: bool
+        self, num_pages: int, device: torch.device, *, need_sort: bool, unit: int = 1
     ) -> None:
+        self.unit = unit
         self._capacity = num_pages
+        self._device = device
         self._need_sort = need_sort
-        self._newest_first = newest_first
-        self._ring = torch.arange(1, num_pages + 1, dtype=torch.int64, device=device)
         self._released = torch.empty(
             num_pages if need_sort else 0, dtype=torch.int64, device=device
         )
-        self._head = 0
-        self._num_queued = num_pages
-        self._num_released = 0
-        self._with_gaps: list[torch.Tensor] = []
-        # The last position asked for, and what was queued there if a merge has overwritten it.
-        self._position = Position(self._head, self._num_queued, self._num_released)
-        self._before_merge: torch.Tensor | None = None
+        self._with_gaps: list[torch.Tensor]
+        self._gaps_closed: int
+        self.reset()
+
+    @abstractmethod
+    def _new_store(self) -> torch.Tensor:
+        """Storage for a whole list, not filled."""
+
+    @abstractmethod
+    def _start(self, num_pages: int) -> int:
+        """Where the first of `num_pages` goes in a new store."""
+
+    @abstractmethod
+    def _place(self, num_pages: int) -> torch.Tensor:
+        """`place` without `need_sort`."""
+
+    @abstractmethod
+    def _commit(self, num_pages: int) -> None:
+        """`commit` without `need_sort`."""
 
     @property
     def num_pages(self) -> int:
         """Pages that can be taken now, those waiting to be merged included."""
-        self.close_gaps()
-        return self._num_queued + self._num_released
+        if self._with_gaps:
+            self.close_gaps()
+        return self._end - self._head + self._num_released
 
     @property
     def free_pages(self) -> torch.Tensor:
-        """Copy of the queue in the order of taking, int64 `[n]`."""
+        """Copy of the free pages in the order of taking, int64 `[n]`."""
         self.close_gaps()
-        return self._owned(self._read_front(self._num_queued))
+        return self._ids(self._store[self._head : self._end])
 
     @property
     def release_pages(self) -> torch.Tensor:
         """Copy of the pages waiting to be merged, int64 `[n]`; empty without `need_sort`."""
         self.close_gaps()
-        return self._owned(self._released[: self._num_released])
+        return self._ids(self._released[: self._num_released])
+
+    def is_whole(self) -> bool:
+        """Whether every page is known to be free, without counting gaps."""
+        return self._end - self._head + self._num_released == self._capacity
+
+    def take_gaps_closed(self) -> int:
+        """Gaps found since this was last asked in what was given with gaps and `counted`."""
+        found, self._gaps_closed = self._gaps_closed, 0
+        return found
+
+    def listed(self) -> list[int]:
+        """`free_pages` and `release_pages` as numbers; on a CPU no tensor is made."""
+        self.close_gaps()
+        if self._device.type != "cpu":
+            found: list[int] = torch.cat((self.free_pages, self.release_pages)).tolist()
+            return found
+        entries: list[int] = self._host_store[self._head : self._end].tolist()
+        if self._num_released:
+            entries += self._released.numpy()[: self._num_released].tolist()
+        return entries if self.unit == 1 else [entry // self.unit for entry in entries]
 
     def reset(self) -> None:
         """Make every page free again, in ascending order."""
-        torch.arange(1, self._capacity + 1, out=self._ring)
-        self._head = 0
-        self._num_queued = self._capacity
+        store, start = self._new_store(), self._start(self._capacity)
+        pages = store[start : start + self._capacity]
+        torch.arange(
+            self.unit, (self._capacity + 1) * self.unit, self.unit, dtype=torch.int64, out=pages
+        )
+        self._use(store, start, self._capacity)
         self._num_released = 0
         self._with_gaps = []
+        self._all_counted = True
+        self._gaps_closed = 0
+
+    def _use(self, store: torch.Tensor, start: int, num_pages: int) -> None:
+        """Go on with a store that holds so many free pages."""
+        self._store = store
+        self._head, self._end = start, start + num_pages
+        if self._device.type == "cpu":
+            self._host_store = store.numpy()
+
+    # -- taking --------------------------------------------------------------------------------
 
     def has_room(self, num_pages: int) -> bool:
-        """Whether `take(num_pages)` would succeed."""
+        """Whether `take(num_pages)` would succeed; counts gaps only if the rest is too little."""
+        if num_pages <= self._end - self._head + self._num_released:
+            return True
         return num_pages <= self.num_pages
+
+    def front(self, num_pages: int) -> torch.Tensor:
+        """The entries that would be taken next: int64 `[num_pages]`, a view.
+
+        They stay free until `advance`. Of a `SlotLog` the view stays as it is for ever, of a
+        `PageStack` until the next page is given.
+
+        Raises:
+            GeometryError: there are not that many; ask `has_room` first.
+        """
+        if num_pages > self._end - self._head:
+            if not self.has_room(num_pages):
+                raise GeometryError(
+                    f"take of {num_pages} pages, but only {self.num_pages} are free"
+                )
+            self.merge_and_sort()
+        return self._store[self._head : self._head + num_pages]
+
+    def advance(self, num_pages: int) -> None:
+        """Take what `front(num_pages)` showed."""
+        self._head += num_pages
 
     def take(self, num_pages: int) -> torch.Tensor:
         """Remove pages from the front; int64 `[num_pages]` in storage of its own.
@@ -94,31 +177,43 @@ class FreeList:
         Raises:
             GeometryError: there are not that many; ask `has_room` first.
         """
-        if not self.has_room(num_pages):
-            raise GeometryError(f"take of {num_pages} pages, but only {self.num_pages} are free")
-        if num_pages > self._num_queued:
-            self.merge_and_sort()
-        pages = self._owned(self._read_front(num_pages))
-        self._drop_front(num_pages)
+        pages = self._ids(self.front(num_pages))
+        self.advance(num_pages)
         return pages
 
     def position(self) -> Position:
-        """Where `rewind` returns to; the last one asked for counts."""
-        self.close_gaps()
-        self._before_merge = None
-        self._position = Position(self._head, self._num_queued, self._num_released)
-        return self._position
+        """Where `rewind` returns to."""
+        return Position(self._store, self._head, self._end, self._num_released)
 
     def rewind(self, position: Position) -> None:
         """Undo every `take` since `position`, in the order of pages too; nothing was given since.
 
-        A take writes into no buffer but where it merges, which happens once at most; otherwise only
-        the counters go back.
+        A take writes nothing but a new store where it merges; so only the old one is used again.
         """
-        self._head, self._num_queued, self._num_released = position
-        if self._before_merge is not None:
-            self._write(self._head, self._before_merge)
-            self._before_merge = None
+        store, head, end, self._num_released = position
+        self._use(store, head, end - head)
+
+    # -- giving --------------------------------------------------------------------------------
+
+    def place(self, num_pages: int) -> torch.Tensor:
+        """Where the entries of the next pages go, to be written by the caller: a view.
+
+        Nothing is free before `commit(num_pages)`.
+
+        Raises:
+            DoubleFreeError: more pages would be free than exist.
+        """
+        self.require_place_for(num_pages)
+        if self._need_sort:
+            return self._released[self._num_released : self._num_released + num_pages]
+        return self._place(num_pages)
+
+    def commit(self, num_pages: int) -> None:
+        """What was written into `place(num_pages)` is free."""
+        if self._need_sort:
+            self._num_released += num_pages
+        else:
+            self._commit(num_pages)
 
     def give(self, pages: torch.Tensor) -> None:
         """Put pages back; `pages` is int64 `[n]`, copied, each page once.
@@ -126,106 +221,111 @@ class FreeList:
         Raises:
             DoubleFreeError: more pages would be free than exist.
         """
-        self.require_place_for(pages.numel())
-        if self._need_sort:
-            self._append_released(pages)
-        elif self._newest_first:
-            self._push_front(pages)
+        place = self.place(pages.numel())
+        if self.unit == 1:
+            place.copy_(pages)
         else:
-            self._push_back(pages)
+            torch.mul(pages, self.unit, out=place)
+        self.commit(pages.numel())
 
-    def give_with_gaps(self, pages: torch.Tensor) -> None:
-        """Put pages back; `pages` is int64 `[n]` and kept, each page once, 0 standing for none.
+    def give_with_gaps(self, entries: torch.Tensor, *, counted: bool = True) -> None:
+        """Put pages back; int64 `[n]` and kept, each page once, 0 standing for none.
 
-        Reads no value and waits for no device: see `close_gaps`.
+        Reads no value and waits for no device: see `close_gaps`. `counted`: whether the gaps are to
+        be told by `take_gaps_closed`.
         """
-        self._with_gaps.append(pages)
+        self._with_gaps.append(entries)
+        self._all_counted &= counted
 
     def close_gaps(self) -> None:
-        """Give what `give_with_gaps` took, without the gaps; every capacity query does.
+        """Give what `give_with_gaps` took, without the gaps; every exact count does.
 
         Raises:
             DoubleFreeError: more pages would be free than exist; they stay aside.
         """
         if not self._with_gaps:
             return
-        pages = torch.cat(self._with_gaps)
+        entries = torch.cat(self._with_gaps)
         # Page 0 must never enter (sglang#38519). How many are left only the device knows.
-        pages = pages[pages > 0]
-        self.require_place_for(pages.numel())
-        waiting, self._with_gaps = self._with_gaps, []
-        try:
-            self.give(pages)
-        except BaseException:
-            self._with_gaps = waiting
-            raise
+        left = entries[entries > 0]
+        self.place(left.numel()).copy_(left)
+        self.commit(left.numel())
+        if self._all_counted:
+            self._gaps_closed += entries.numel() - left.numel()
+        self._with_gaps, self._all_counted = [], True
 
     def merge_and_sort(self) -> None:
-        """Merge the waiting pages into the queue, which is then ascending; no-op if none wait."""
+        """Merge the waiting pages into the free ones, which stay ascending; no-op if none wait."""
         self.close_gaps()
         if self._num_released == 0:
             return
-        waiting = self._released[: self._num_released]
-        merged, _ = torch.sort(torch.cat((self._read_front(self._num_queued), waiting)))
-        head, num_queued, _ = self._position
-        self._before_merge = self._read(head, num_queued).clone()
-        self._ring[: merged.numel()] = merged
-        self._head = 0
-        self._num_queued = merged.numel()
+        queued = self._store[self._head : self._end]
+        waiting, _ = torch.sort(self._released[: self._num_released])
+        num_pages = queued.numel() + waiting.numel()
+        store, start = self._new_store(), self._start(num_pages)
+        merged = store[start : start + num_pages]
+        # Where each goes: behind those of its own list before it, and the smaller ones of the other
+        # list. Of equals, which only an illegal free can bring, the waiting one comes first.
+        for entries, others, right in ((queued, waiting, True), (waiting, queued, False)):
+            rank = torch.arange(entries.numel(), device=self._device)
+            merged[rank + torch.searchsorted(others, entries, right=right)] = entries
+        self._use(store, start, num_pages)
         self._num_released = 0
 
     def require_place_for(self, count: int) -> None:
         """Raise DoubleFreeError if `count` more free pages would be more than exist.
 
-        The one double free that the host sees without reading the device; it also keeps the ring
-        from overwriting its own front. Pages given with gaps are not counted.
+        The one double free that the host sees without reading the device; it also keeps pages from
+        being written over free ones. Pages given with gaps are not counted.
         """
-        num_free = self._num_queued + self._num_released
+        num_free = self._end - self._head + self._num_released
         if num_free + count > self._capacity:
             raise DoubleFreeError(
                 f"give of {count} pages to {num_free} free ones: expected at most "
                 f"{self._capacity} in all"
             )
 
-    @staticmethod
-    def _owned(pages: torch.Tensor) -> torch.Tensor:
-        """Storage that no later `give` rewrites."""
-        return pages.clone()
+    def _ids(self, entries: torch.Tensor) -> torch.Tensor:
+        """The pages of entries, in storage that no later call writes."""
+        return entries.clone() if self.unit == 1 else entries // self.unit
 
-    def _read_front(self, count: int) -> torch.Tensor:
-        """The first `count` queued pages; may be a view of the ring."""
-        return self._read(self._head, count)
 
-    def _read(self, start: int, count: int) -> torch.Tensor:
-        """`count` pages of the ring from `start` on; may be a view of it."""
-        to_end = self._capacity - start
-        if count <= to_end:
-            return self._ring[start : start + count]
-        return torch.cat((self._ring[start:], self._ring[: count - to_end]))
+class SlotLog(FreeList):
+    """Pages come back at the end; a view of what was taken stays as it is. See the module."""
 
-    def _drop_front(self, count: int) -> None:
-        self._head = (self._head + count) % self._capacity
-        self._num_queued -= count
+    def _new_store(self) -> torch.Tensor:
+        return torch.empty(2 * self._capacity, dtype=torch.int64, device=self._device)
 
-    def _push_back(self, pages: torch.Tensor) -> None:
-        self._write((self._head + self._num_queued) % self._capacity, pages)
-        self._num_queued += pages.numel()
+    def _start(self, num_pages: int) -> int:
+        return 0
 
-    def _push_front(self, pages: torch.Tensor) -> None:
-        head = (self._head - pages.numel()) % self._capacity
-        self._write(head, pages)
-        self._head = head
-        self._num_queued += pages.numel()
+    def _place(self, num_pages: int) -> torch.Tensor:
+        if self._end + num_pages > 2 * self._capacity:
+            self._move()
+        return self._store[self._end : self._end + num_pages]
 
-    def _append_released(self, pages: torch.Tensor) -> None:
-        end = self._num_released + pages.numel()
-        self._released[self._num_released : end] = pages
-        self._num_released = end
+    def _commit(self, num_pages: int) -> None:
+        self._end += num_pages
 
-    def _write(self, start: int, pages: torch.Tensor) -> None:
-        to_end = self._capacity - start
-        if pages.numel() <= to_end:
-            self._ring[start : start + pages.numel()] = pages
-            return
-        self._ring[start:] = pages[:to_end]
-        self._ring[: pages.numel() - to_end] = pages[to_end:]
+    def _move(self) -> None:
+        """Go on in new storage; what was lent as a view of the old one keeps it alive."""
+        queued = self._store[self._head : self._end]
+        store = self._new_store()
+        store[: queued.numel()] = queued
+        self._use(store, 0, queued.numel())
+
+
+class PageStack(FreeList):
+    """Pages come back at the front, and their places are written again. See the module."""
+
+    def _new_store(self) -> torch.Tensor:
+        return torch.empty(self._capacity, dtype=torch.int64, device=self._device)
+
+    def _start(self, num_pages: int) -> int:
+        return self._capacity - num_pages
+
+    def _place(self, num_pages: int) -> torch.Tensor:
+        return self._store[self._head - num_pages : self._head]
+
+    def _commit(self, num_pages: int) -> None:
+        self._head -= num_pages

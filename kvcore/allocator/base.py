@@ -29,7 +29,7 @@ class BaseTokenToKVPoolAllocator(ABC):
     open group. Without it such calls are undefined, but write nothing outside the buffers. A free
     that waits for no device value cannot count what it returns; so pages that an illegal free
     returned too often may show later, as the DoubleFreeError of a capacity query or of an
-    allocation, which count first. `clear` and `resize` mend that.
+    allocation that needs them. `clear` and `resize` mend that.
 
     Args:
         page_size: slots a page.
@@ -63,6 +63,7 @@ class BaseTokenToKVPoolAllocator(ABC):
         self._index_device = torch.empty(0, device=device).device
         self._kernels = kernels_for(self._index_device)
         self._group_open = False
+        self._group_owned = False
 
     @property
     @abstractmethod
@@ -186,8 +187,12 @@ class BaseTokenToKVPoolAllocator(ABC):
         """`free_full_segments` under the name that its errors give."""
 
     @abstractmethod
-    def free_group_begin(self) -> None:
+    def free_group_begin(self, *, owned: bool = False) -> None:
         """Hold frees back from now on; what they free can be lent after `free_group_end` only.
+
+        Args:
+            owned: the caller touches no tensor that it passes to a free of this group before its
+                end, so that none has to be copied.
 
         Raises:
             FreeGroupError: a group is open already (sglang#36739).

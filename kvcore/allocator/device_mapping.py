@@ -141,19 +141,25 @@ class DeviceMappedAllocator(BaseTokenToKVPoolAllocator):
 
     def _device_pages(self, pages: torch.Tensor) -> torch.Tensor:
         """Device pages of those logical pages that have one, in the same order: int64 `[m]`."""
-        device_pages = self._rows[pages].amax(dim=1) // self.hisparse_page_size
-        # Page 0 stands for "no device page" and must never reach a free list. How many are left is
-        # known to the device only, so this waits for it.
+        device_pages = self._device_entries(pages)
+        # How many are left is known to the device only, so this waits for it.
         return device_pages[device_pages > 0]
 
+    def _device_entries(self, pages: torch.Tensor) -> torch.Tensor:
+        """Device page of each logical page, 0 for none: int64 `[n]`."""
+        return self._rows[pages].amax(dim=1) // self.hisparse_page_size
+
     def _returnable(self, pages: torch.Tensor) -> torch.Tensor:
-        """The device pages of logical `pages`, before anything changes.
+        """The device pages of logical `pages`, before anything changes; 0 stands for none.
 
         Raises:
-            DoubleFreeError: more pages would be free than exist.
+            DoubleFreeError: with `validate`, more pages would be free than exist.
         """
+        device = self.hisparse_attn_allocator
+        if device.ledger is None:
+            return self._device_entries(pages)
         device_pages = self._device_pages(pages)
-        self.hisparse_attn_allocator.require_place_for(device_pages)
+        device.require_place_for(device_pages.numel())
         return device_pages
 
     def _detach(self, pages: torch.Tensor, device_pages: torch.Tensor) -> None:
@@ -170,7 +176,8 @@ class DeviceMappedAllocator(BaseTokenToKVPoolAllocator):
 
     def _give_device_pages(self, device_pages: torch.Tensor) -> None:
         """Every return of device pages: now, or at the end of the open group."""
-        self.hisparse_attn_allocator.give_pages(device_pages)
+        # Page 0 stands for "no device page" and must never reach a free list.
+        self.hisparse_attn_allocator.give_entries(device_pages)
 
     # -- value checks --------------------------------------------------------------------------
 

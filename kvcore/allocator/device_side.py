@@ -20,6 +20,7 @@ from kvcore.allocator.arguments import Segment, as_index, as_segments, whole_pag
 from kvcore.allocator.batch import ExtendBatch
 from kvcore.allocator.device_mapping import DeviceMappedAllocator
 from kvcore.allocator.ownership import on_host, refuse
+from kvcore.allocator.pending import without_repetitions
 from kvcore.allocator.single import SlotsOf, lending
 from kvcore.errors import InvalidSlotError
 
@@ -203,7 +204,7 @@ class DeviceSideAllocator(DeviceMappedAllocator):
         missing = need_pages - kept.numel()
         if not self.hisparse_attn_allocator.has_room(missing):
             return None
-        self.hisparse_attn_allocator.require_place_for(surplus)
+        self.hisparse_attn_allocator.require_place_for(surplus.numel())
         with lending(self.hisparse_attn_allocator):
             fresh = self.hisparse_attn_allocator.take_pages(missing)
             buffer = self.hisparse_attn_allocator.slots_of(torch.cat((kept, fresh)))
@@ -236,8 +237,7 @@ class DeviceSideAllocator(DeviceMappedAllocator):
         if slots.numel() == 0:
             return
         self._check_buffer(operation, slots)
-        pages = self.hisparse_attn_allocator.pages_of(slots)
-        self._give_device_pages(pages[pages > 0])
+        self._give_device_pages(self.hisparse_attn_allocator.touched_pages(slots))
 
     def _check_buffer(self, operation: str, slots: torch.Tensor) -> None:
         if self.hisparse_attn_allocator.ledger is None:
@@ -265,7 +265,7 @@ class DeviceSideAllocator(DeviceMappedAllocator):
         if slots.numel() == 0:
             return
         self._check_free(operation, slots)
-        pages = self._slot_side.pages_of(slots)
+        pages = self._slot_side.touched_pages(slots)
         device_pages = self._returnable(pages)
         self.logical_attn_allocator.free(slots)
         self._detach(pages, device_pages)
@@ -288,7 +288,7 @@ class DeviceSideAllocator(DeviceMappedAllocator):
         if slots.numel() == 0:
             return
         self._check_free("free_hisparse", slots)
-        pages = self._slot_side.pages_of(slots)
+        pages = self._slot_side.touched_pages(slots)
         self._detach(pages, self._returnable(pages))
 
     def free_compressed(self, compressed_indices: torch.Tensor) -> None:
@@ -298,7 +298,7 @@ class DeviceSideAllocator(DeviceMappedAllocator):
         if entries.numel() == 0:
             return
         self._check_entries_lent(operation, entries)
-        pages = torch.unique(entries // self.hisparse_page_size)
+        pages = without_repetitions(entries // self.hisparse_page_size)
         self._detach(pages, self._returnable(pages))
 
     def _pages_of_segments(self, operation: str, segments: list[Segment]) -> torch.Tensor:
@@ -313,21 +313,21 @@ class DeviceSideAllocator(DeviceMappedAllocator):
 
     # -- free groups ---------------------------------------------------------------------------
 
-    def free_group_begin(self) -> None:
+    def free_group_begin(self, *, owned: bool = False) -> None:
         """Hold frees back until `free_group_end`, on both sides."""
         self._require_group_everywhere("free_group_begin", is_open=False)
-        self.logical_attn_allocator.free_group_begin()
-        self.hisparse_attn_allocator.free_group_begin()
+        self.logical_attn_allocator.free_group_begin(owned=owned)
+        self.hisparse_attn_allocator.free_group_begin(owned=owned)
         self._group_open = True
 
     def free_group_end(self) -> None:
         """Make everything freed in the group available, on both sides."""
         self._require_group_everywhere("free_group_end", is_open=True)
-        device_pages = self.hisparse_attn_allocator.queued_pages()
+        device = self.hisparse_attn_allocator
         # Both sides before either: a group that cannot end stays open, and nothing is lost.
-        self.hisparse_attn_allocator.require_place_for(device_pages)
+        device.require_place_for(device.pending.num_pages)
         self.logical_attn_allocator.free_group_end()
-        self.hisparse_attn_allocator.close_group(device_pages)
+        device.close_group()
         self._group_open = False
 
     def _require_group_everywhere(self, operation: str, *, is_open: bool) -> None:

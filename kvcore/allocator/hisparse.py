@@ -357,7 +357,7 @@ class CompressedHiSparseTokenToKVPoolAllocator(DeviceSideAllocator):
         if slots.numel() == 0:
             return
         self._check_free("free_full", slots)
-        pages = self._slot_side.pages_of(slots)
+        pages = self._slot_side.touched_pages(slots)
         device_pages = self._returnable(pages)
         self.logical_attn_allocator.free_full(slots)
         self._detach(pages, device_pages)
@@ -385,7 +385,7 @@ class CompressedHiSparseTokenToKVPoolAllocator(DeviceSideAllocator):
             # In the hybrid allocator's order, so that both raise the same error.
             self._slot_side.ledger.require_lent(operation, kept)
         self._check_free(operation, incoming)
-        pages = self._slot_side.pages_of(incoming)
+        pages = self._slot_side.touched_pages(incoming)
         device_pages = self._returnable(pages)
         self.logical_attn_allocator.recover_tombstone(kept, incoming)
         self._detach(pages, device_pages)

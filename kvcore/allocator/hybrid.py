@@ -8,8 +8,13 @@ whole pages:
                          0        0        ...  0          f has no peer
 
 A page gets its row when it is lent together with a peer, so a later token on the same page finds
-its entry in place. Only a tail allocation leaves single slots of a page unmapped, those behind the
-tail's end or before its start; a page therefore has a peer when any of its entries is set.
+its entry in place, and a decode that begins no page writes nothing. Only a tail allocation leaves
+single slots of a page unmapped, those behind the tail's end; a tail begins with a page. So a page
+has a peer when its first entry is set, and that entry is what the free list of the SWA side keeps:
+the first slot of each page. To free peers is to gather these entries into that list.
+
+The host does not know which pages on loan have no peer, but it knows an upper bound of their
+number. While it is 0, as in a pool without tombstones, a gather finds a peer for every page.
 
 Left out: the operations that callers see (`kvcore.allocator.swa`).
 """
@@ -25,6 +30,7 @@ from kvcore.allocator.base import BaseTokenToKVPoolAllocator
 from kvcore.allocator.batch import DecodeBatch, ExtendBatch
 from kvcore.allocator.ownership import PeerGuard
 from kvcore.allocator.paged import PagedTokenToKVPoolAllocator
+from kvcore.allocator.pending import PendingFrees
 from kvcore.allocator.single import SinglePoolAllocator
 from kvcore.allocator.token import TokenToKVPoolAllocator
 
@@ -67,14 +73,26 @@ def make_pool(
     *,
     validate: bool,
     pool_name: str,
+    lists_slots: bool = False,
 ) -> SinglePoolAllocator:
-    """An allocator of one pool, for page size 1 or for larger pages."""
+    """An allocator of one pool, for page size 1 or for larger pages.
+
+    `lists_slots`: its free list keeps the first slot of each page, at page size 1 the same.
+    """
     if page_size == 1:
         return TokenToKVPoolAllocator(
             size, dtype, device, kvcache, need_sort, validate=validate, pool_name=pool_name
         )
     return PagedTokenToKVPoolAllocator(
-        size, page_size, dtype, device, kvcache, need_sort, validate=validate, pool_name=pool_name
+        size,
+        page_size,
+        dtype,
+        device,
+        kvcache,
+        need_sort,
+        validate=validate,
+        pool_name=pool_name,
+        lists_slots=lists_slots,
     )
 
 
@@ -105,16 +123,18 @@ class HybridAllocator(BaseTokenToKVPoolAllocator):
         self._offsets = torch.arange(page_size, device=self._index_device)
         split = kvcache if isinstance(kvcache, SplitPool) else None
         self.full_attn_allocator = self._make_side(
-            size, split.full_kv_pool if split is not None else None, "full"
+            size, split.full_kv_pool if split is not None else None, "full", lists_slots=False
         )
         self.swa_attn_allocator = self._make_side(
-            size_swa, split.swa_kv_pool if split is not None else None, "SWA"
+            size_swa, split.swa_kv_pool if split is not None else None, "SWA", lists_slots=True
         )
         self._build_mapping()
         self._guard = self._make_guard()
         self.register_mapping()
 
-    def _make_side(self, size: int, kvcache: Any, name: str) -> SinglePoolAllocator:
+    def _make_side(
+        self, size: int, kvcache: Any, name: str, *, lists_slots: bool
+    ) -> SinglePoolAllocator:
         return make_pool(
             size,
             self.page_size,
@@ -124,6 +144,7 @@ class HybridAllocator(BaseTokenToKVPoolAllocator):
             self.need_sort,
             validate=self.validate,
             pool_name=name,
+            lists_slots=lists_slots,
         )
 
     def _build_mapping(self) -> None:
@@ -136,7 +157,15 @@ class HybridAllocator(BaseTokenToKVPoolAllocator):
         self._page_rows = self.full_to_swa_index_mapping[: num_rows * self.page_size].view(
             num_rows, self.page_size
         )
-        self._queued_peers: list[torch.Tensor] = []
+        self._first_entries = self._page_rows[:, 0]
+        self._drop_queued_peers()
+        self._unpaired = 0
+
+    def _drop_queued_peers(self) -> None:
+        """Nothing that the open group frees has a peer to capture."""
+        self._queued_peers = PendingFrees(self.page_size, self._index_device)
+        # Whether the same page may be queued twice: by `free_swa`, and again by it or by `free`.
+        self._queued_again = False
 
     def _make_guard(self) -> PeerGuard | None:
         full, swa = self.full_attn_allocator.ledger, self.swa_attn_allocator.ledger
@@ -158,7 +187,7 @@ class HybridAllocator(BaseTokenToKVPoolAllocator):
         other = copy(self)
         other.full_attn_allocator = self.full_attn_allocator.resized(size)
         other.swa_attn_allocator = self.swa_attn_allocator.resized(size_swa)
-        other._group_open = False
+        other._group_open = other._group_owned = False
         other._build_mapping()
         return other
 
@@ -190,8 +219,11 @@ class HybridAllocator(BaseTokenToKVPoolAllocator):
 
     @property
     def queued_peer_slots(self) -> torch.Tensor:
-        """Full slots whose peers the open group has yet to capture, int64 `[n]`; for inspection."""
-        return torch.cat([self._no_pages(), *self._queued_peers])
+        """The first slot of each full page whose peer the open group has yet to capture.
+
+        int64 `[n]`, ascending; for inspection.
+        """
+        return self._queued_peers.all_pages(1) * self.page_size
 
     def available_size(self) -> int:
         """Tokens that one `alloc` could get: what the poorer side has."""
@@ -237,31 +269,71 @@ class HybridAllocator(BaseTokenToKVPoolAllocator):
     def _no_pages(self) -> torch.Tensor:
         return torch.empty(0, dtype=torch.int64, device=self._index_device)
 
+    def _peer_entries(self, full_pages: torch.Tensor) -> torch.Tensor:
+        """First slot of the SWA page of each full page, 0 for none: int64 `[n]`."""
+        return self._first_entries.index_select(0, full_pages)
+
     def _peer_pages(self, full_pages: torch.Tensor) -> torch.Tensor:
         """SWA page of each full page, 0 for none: int64 `[n]`."""
-        return self._page_rows[full_pages].amax(dim=1) // self.page_size
+        return self._peer_entries(full_pages) // self.page_size
 
     def _peer_slots(self, full_slots: torch.Tensor) -> torch.Tensor:
         """SWA slot of each full slot, 0 for none: int64 `[n]`."""
         return self.full_to_swa_index_mapping[full_slots]
 
-    def _map_pages(self, full_pages: torch.Tensor, swa_pages: torch.Tensor) -> None:
-        self._page_rows[full_pages] = swa_pages[:, None] * self.page_size + self._offsets
+    def _map_pages(self, full_pages: torch.Tensor, swa_firsts: torch.Tensor) -> None:
+        """Pair full pages with the SWA pages of these first slots; both int64 `[n]`."""
+        if self.page_size == 1:
+            self.full_to_swa_index_mapping.put_(full_pages, swa_firsts)
+        else:
+            rows = torch.add(self._offsets, swa_firsts.unsqueeze(1))
+            self._page_rows.index_copy_(0, full_pages, rows)
 
     def _clear_pages(self, full_pages: torch.Tensor) -> None:
         self._page_rows.index_fill_(0, full_pages, 0)
 
-    def _detach_peers(self, full_pages: torch.Tensor) -> torch.Tensor:
-        """Unmap the pages and return the SWA page of each, 0 for none: int64 `[n]`."""
-        peers = self._peer_pages(full_pages)
+    def _detach_peers(
+        self, full_pages: torch.Tensor, place: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Unmap the pages; `_peer_entries` of before, written into `place` if one is given."""
+        if place is None:
+            place = self._peer_entries(full_pages)
+        else:
+            torch.index_select(self._first_entries, 0, full_pages, out=place)
         self._clear_pages(full_pages)
-        return peers
+        return place
+
+    def _give_peers(self, full_pages: torch.Tensor) -> None:
+        """Unmap the pages and give their peers to the SWA side; here no group is open."""
+        swa = self.swa_attn_allocator
+        if swa.ledger is not None or swa.free_group_is_open or self._may_miss_peers():
+            swa.give_entries(self._detach_peers(full_pages))
+        else:
+            entries = self._detach_peers(full_pages, swa.place(full_pages.numel()))
+            swa.commit(entries.numel(), entries)
+
+    def _may_miss_peers(self) -> bool:
+        """Whether some full page on loan may have no peer."""
+        full = self.full_attn_allocator
+        if self._unpaired == 0 and full.lent_alone == 0:
+            return False
+        # The gaps found so far were pages without a peer, each one counted below, and gone since.
+        self._unpaired += full.lent_alone - self.swa_attn_allocator.take_gaps_closed()
+        full.lent_alone = 0
+        if full.is_whole() or self._unpaired < 0:
+            self._unpaired = 0
+        return self._unpaired > 0
+
+    def _forget_unpaired(self, num_slots: int) -> None:
+        """Pages of so many slots, none of which had a peer, have one now or are free."""
+        self._unpaired = max(0, self._unpaired - -(-num_slots // self.page_size))
 
     def _move_peers(self, kept_pages: torch.Tensor, incoming_pages: torch.Tensor) -> None:
         # Entry by entry: a page on which a tail ended has peers at its front only.
         rows = self._page_rows[incoming_pages]
         self._clear_pages(incoming_pages)
         self._page_rows[kept_pages] = rows
+        self._forget_unpaired(kept_pages.numel())
 
     def _unmap_head(self, slots: torch.Tensor, pages: torch.Tensor) -> None:
         """Unmap what a tail allocation lends without a peer: single slots, then whole new pages.

@@ -6,15 +6,15 @@ Left out: everything that holds for any page size (`kvcore.allocator.single`).
 import torch
 
 from kvcore.allocator.single import SinglePoolAllocator
-from kvcore.free_list import FreeList
+from kvcore.free_list import FreeList, PageStack
 
 
 class PagedTokenToKVPoolAllocator(SinglePoolAllocator):
     """Lends pages of `page_size` slots; see `BaseTokenToKVPoolAllocator` for the arguments."""
 
     def _make_free_list(self) -> FreeList:
-        return FreeList(
-            self.num_pages, self._index_device, need_sort=self.need_sort, newest_first=True
+        return PageStack(
+            self.num_pages, self._index_device, need_sort=self.need_sort, unit=self._unit
         )
 
     def pages_of(self, slots: torch.Tensor) -> torch.Tensor:

@@ -95,6 +95,8 @@ class PureSWATokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         self.full_attn_allocator = self.swa_attn_allocator
         self._build_mapping()
         self.register_mapping()
+        # Whether a page of the open group may be named by `free_swa` and again.
+        self._named_again = False
 
     def _build_mapping(self) -> None:
         self.full_to_swa_index_mapping = torch.arange(
@@ -238,7 +240,9 @@ class PureSWATokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
             PendingFreeError: with `validate`, a page that `free` named in the open group.
         """
         slots = self.swa_attn_allocator.free_as("free_swa", free_index)
-        self._mark_slid(slots // self.page_size)
+        self._named_again = True
+        if self.swa_attn_allocator.ledger is not None:
+            self._mark_slid(slots // self.page_size)
 
     def free_full(self, free_index: torch.Tensor) -> None:
         """Return nothing: the pages went with `free_swa`.
@@ -267,7 +271,11 @@ class PureSWATokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         self._return_swa_segments("free_swa_segment", [(free_index, start_pos)])
 
     def _return_swa_segments(self, operation: str, segments: Iterable[Segment]) -> None:
-        self._mark_slid(self.swa_attn_allocator.free_segments_as(operation, segments))
+        pool = self.swa_attn_allocator
+        indices = pool.free_segments_as(operation, segments)
+        self._named_again = True
+        if indices and pool.ledger is not None:
+            self._mark_slid(pool.pages_of_segments(indices))
 
     def return_full_segments(self, operation: str, segments: Iterable[Segment]) -> None:
         """Return nothing: the pages went with `free_swa_segments`. See `free_full`.
@@ -288,24 +296,26 @@ class PureSWATokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
 
     # -- free groups ---------------------------------------------------------------------------
 
-    def free_group_begin(self) -> None:
+    def free_group_begin(self, *, owned: bool = False) -> None:
         """Hold frees back until `free_group_end`."""
         self._require_group_everywhere("free_group_begin", is_open=False)
-        self.swa_attn_allocator.free_group_begin()
-        self._group_open = True
+        self.swa_attn_allocator.free_group_begin(owned=owned)
+        self._group_open, self._named_again = True, False
 
     def free_group_end(self) -> None:
         """Make everything freed in the group available, each page once."""
         self._require_group_everywhere("free_group_end", is_open=True)
-        pages = self._queued_once()
+        if self._named_again:
+            self._queue_once()
+        pool = self.swa_attn_allocator
         # Before anything moves: a group that cannot end stays open, and nothing is lost.
-        self.swa_attn_allocator.require_place_for(pages)
-        self.swa_attn_allocator.close_group(pages)
+        pool.require_place_for(pool.pending.num_pages)
+        pool.close_group()
         self._group_open = False
 
-    def _queued_once(self) -> torch.Tensor:
-        """The pages that the group releases, each once, whichever calls named them."""
-        return self.swa_attn_allocator.pending_pages
+    def _queue_once(self) -> None:
+        """The group releases each page once, whichever calls named it."""
+        self.swa_attn_allocator.pending = self.swa_attn_allocator.pending.merged()
 
     def _require_group_everywhere(self, operation: str, *, is_open: bool) -> None:
         self.require_group(operation, is_open=is_open)

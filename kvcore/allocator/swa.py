@@ -22,11 +22,12 @@ from kvcore.allocator.arguments import (
 )
 from kvcore.allocator.batch import DecodeBatch, ExtendBatch, SwaTail
 from kvcore.allocator.hybrid import HybridAllocator, HybridPoolSize
-from kvcore.allocator.single import SlotsOf, lending
+from kvcore.allocator.pending import without_repetitions
+from kvcore.allocator.single import SlotsOf
 from kvcore.errors import GeometryError
 
 Pairing: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
-"""Writes of the mapping for slots lent by fresh full pages and fresh SWA pages."""
+"""Writes of the mapping for slots lent by fresh full pages and the first slots of SWA pages."""
 
 
 class SWATokenToKVPoolAllocator(HybridAllocator):
@@ -120,26 +121,37 @@ class SWATokenToKVPoolAllocator(HybridAllocator):
         """
         if num_pages == 0:
             return slots_of(self._no_pages())
-        return self._lend_sides(
-            num_pages, num_pages, slots_of, lambda _, full, swa: self._map_pages(full, swa)
-        )
+        return self._lend_sides(num_pages, num_pages, slots_of, self._pair_pages)
+
+    def _pair_pages(
+        self, slots: torch.Tensor, full_pages: torch.Tensor, swa_firsts: torch.Tensor
+    ) -> None:
+        self._map_pages(full_pages, swa_firsts)
 
     def _lend_sides(
         self, num_full: int, num_swa: int, slots_of: SlotsOf, pair: Pairing
     ) -> torch.Tensor | None:
         """Pages of both sides or of neither, paired by `pair`; what `slots_of` says of the full."""
-        if not self.new_pages_available(num_full, num_swa):
+        full, swa = self.full_attn_allocator, self.swa_attn_allocator
+        if not (full.has_room(num_full) and swa.has_room(num_swa)):
             return None
-        with lending(self.full_attn_allocator, self.swa_attn_allocator):
-            full_pages = self.full_attn_allocator.take_pages(num_full)
-            swa_pages = self.swa_attn_allocator.take_pages(num_swa)
+        positions = (full.position(), swa.position()) if self.need_sort else None
+        try:
+            full_pages, swa_firsts = full.front(num_full), swa.front(num_swa)
             slots = slots_of(full_pages)
+            self._capture_queued_peers()
             try:
-                self._capture_queued_peers()
-                pair(slots, full_pages, swa_pages)
+                pair(slots, full_pages, swa_firsts)
             except BaseException:
                 self._clear_pages(full_pages)
                 raise
+        except BaseException:
+            if positions is not None:
+                full.rewind(positions[0])
+                swa.rewind(positions[1])
+            raise
+        full.advance(num_full)
+        swa.advance(num_swa)
         return slots
 
     def alloc_extend_swa_tail(
@@ -200,11 +212,11 @@ class SWATokenToKVPoolAllocator(HybridAllocator):
         tail: SwaTail,
         slots: torch.Tensor,
         full_pages: torch.Tensor,
-        swa_pages: torch.Tensor,
+        swa_firsts: torch.Tensor,
     ) -> None:
         """Map the new pages of the tail, unmap everything else that the call lends."""
         prefix, length = int(batch.prefix_lens_cpu[0]), int(batch.seq_lens_cpu[0])
-        num_swa = swa_pages.numel()
+        num_swa = swa_firsts.numel()
         # Pages before the tail's: those of the row up to there, less those it had begun.
         before = tail.start // self.page_size - -(-prefix // self.page_size) if num_swa else 0
         head, paired, rest = full_pages.split(
@@ -212,11 +224,12 @@ class SWATokenToKVPoolAllocator(HybridAllocator):
         )
         ahead, behind = slots[: tail.start - prefix], slots[tail.end - prefix :]
         unmapped_slots, unmapped_pages = torch.cat((ahead, behind)), torch.cat((head, rest))
-        self._map_pages(paired, swa_pages)
+        self._map_pages(paired, swa_firsts)
         if tail.end < length and num_swa > 0 and tail.end % self.page_size != 0:
             self._unmap_behind(paired[-1:], tail.end % self.page_size)
         # Last: a page that goes on keeps its entries if anything before this fails.
         self._unmap_head(unmapped_slots, unmapped_pages)
+        self._unpaired += unmapped_pages.numel()
 
     # -- returning -----------------------------------------------------------------------------
 
@@ -226,15 +239,42 @@ class SWATokenToKVPoolAllocator(HybridAllocator):
         if slots.numel() == 0:
             return
         self._check_free("free", slots)
+        full = self.full_attn_allocator
         if self._group_open:
-            owned = self._own_copy(slots)
-            self._queue_peers(owned)
-            self.full_attn_allocator.queue_slots(owned)
+            kept = full.kept(slots)
+            self._queue_peers(kept)
+            full.queue_slots(kept)
+        elif self.page_size == 1:
+            self._free_firsts(slots)
+        else:
+            self._free_set(slots)
+
+    def _free_firsts(self, firsts: torch.Tensor) -> None:
+        """Return distinct full pages with their peers, by a slot of each; here no group is open."""
+        full = self.full_attn_allocator
+        if full.free_group_is_open:
+            # Somebody went to the side directly.
+            pages = firsts // self.page_size
+            self._give_peers(pages)
+            full.give_pages(pages)
             return
-        pages = self.full_attn_allocator.pages_of(slots)
-        self.full_attn_allocator.require_place_for(pages)
-        self._release_peers(pages)
-        self.full_attn_allocator.give_pages(pages)
+        place = full.place(firsts.numel())
+        full.write_entries(firsts, place)
+        self._give_peers(place)
+        full.commit(place.numel(), place)
+
+    def _free_set(self, slots: torch.Tensor) -> None:
+        """Return the pages touched and their peers, as many as they are."""
+        full = self.full_attn_allocator
+        if full.ledger is not None:
+            pages = full.pages_of(slots)
+            full.require_place_for(pages.numel())
+            self._give_peers(pages)
+            full.give_pages(pages)
+            return
+        pages = full.touched_pages(slots)
+        self.swa_attn_allocator.give_entries(self._detach_peers(pages), counted=False)
+        full.give_entries(pages, counted=False)
 
     def free_swa(self, free_index: torch.Tensor) -> None:
         """Return the peers of the pages touched, whole (sglang#27779); the full side stays.
@@ -245,10 +285,15 @@ class SWATokenToKVPoolAllocator(HybridAllocator):
         if slots.numel() == 0:
             return
         self._check_free("free_swa", slots)
+        full = self.full_attn_allocator
         if self._group_open:
-            self._queue_peers(self._own_copy(slots))
-            return
-        self._release_peers(self.full_attn_allocator.pages_of(slots))
+            self._queue_peers(full.kept(slots), again=True)
+        elif self.page_size == 1:
+            self._give_peers(slots)
+        else:
+            entries = self._detach_peers(full.touched_pages(slots))
+            self.swa_attn_allocator.give_entries(entries)
+        self._unpaired += slots.numel()
 
     def free_full(self, free_index: torch.Tensor) -> None:
         """Return full pages whose peers have been released.
@@ -262,17 +307,20 @@ class SWATokenToKVPoolAllocator(HybridAllocator):
         self._check_free("free_full", slots)
         self._check_peers_released("free_full", slots)
         self._free_full_side(slots)
+        self._forget_unpaired(slots.numel())
 
     def return_segments(self, operation: str, segments: Iterable[Segment]) -> None:
         """`free` of page-aligned pieces of one row, ascending, no page shared."""
         indices = self._checked_segments(operation, segments)
         if not indices:
             return
-        pages = self.full_attn_allocator.pages_of_segments(indices)
+        full = self.full_attn_allocator
         if not self._group_open:
-            self.full_attn_allocator.require_place_for(pages)
-        self._free_swa_segments(indices)
-        self.full_attn_allocator.give_pages(pages)
+            self._free_firsts(full.firsts_of(indices))
+            return
+        self._mark_queued(indices)
+        full.queue_segments(indices, self._queued_peers, full.pending)
+        full.mark_pending(indices)
 
     def free_swa_segments(self, segments: Iterable[Segment]) -> None:
         """`free_swa` of page-aligned pieces of one row, ascending, no page shared.
@@ -291,6 +339,16 @@ class SWATokenToKVPoolAllocator(HybridAllocator):
         if indices:
             self._free_swa_segments(indices)
 
+    def _free_swa_segments(self, indices: list[torch.Tensor]) -> None:
+        full = self.full_attn_allocator
+        if self._group_open:
+            self._mark_queued(indices)
+            self._queued_again = True
+            full.queue_segments(indices, self._queued_peers)
+        else:
+            self._give_peers(full.pages_of_segments(indices))
+        self._unpaired += sum(-(-index.numel() // self.page_size) for index in indices)
+
     def return_full_segments(self, operation: str, segments: Iterable[Segment]) -> None:
         """`free_full` of page-aligned pieces of one row, ascending, no page shared.
 
@@ -301,72 +359,114 @@ class SWATokenToKVPoolAllocator(HybridAllocator):
         if not indices:
             return
         self._check_peers_released(operation, torch.cat(indices))
-        self.full_attn_allocator.give_pages(self.full_attn_allocator.pages_of_segments(indices))
+        full = self.full_attn_allocator
+        if self._group_open:
+            full.queue_segments(indices, full.pending)
+            full.mark_pending(indices)
+        else:
+            full.give_firsts(full.firsts_of(indices))
+        self._forget_unpaired(sum(index.numel() for index in indices))
 
     def _free_full_side(self, slots: torch.Tensor) -> None:
         full = self.full_attn_allocator
         if self._group_open:
-            full.queue_slots(self._own_copy(slots))
+            full.queue_slots(full.kept(slots))
+        elif self.page_size == 1:
+            full.give_firsts(slots)
         else:
-            full.give_pages(full.pages_of(slots))
-
-    def _free_swa_segments(self, indices: list[torch.Tensor]) -> None:
-        if not self._group_open:
-            self._release_peers(self.full_attn_allocator.pages_of_segments(indices))
-            return
-        for index in indices:
-            self._queue_peers(self._own_copy(index[:: self.page_size]))
-
-    def _release_peers(self, full_pages: torch.Tensor) -> None:
-        self.swa_attn_allocator.give_pages_with_gaps(self._detach_peers(full_pages))
+            full.give_set(slots)
 
     # -- free groups ---------------------------------------------------------------------------
 
-    def free_group_begin(self) -> None:
+    def free_group_begin(self, *, owned: bool = False) -> None:
         """Hold frees back until `free_group_end`, on both sides."""
         self._require_group_everywhere("free_group_begin", is_open=False)
         # The sides' groups hold back what is freed, also by callers that go to a side directly.
-        self.full_attn_allocator.free_group_begin()
-        self.swa_attn_allocator.free_group_begin()
-        self._group_open = True
+        self.full_attn_allocator.free_group_begin(owned=owned)
+        self.swa_attn_allocator.free_group_begin(owned=owned)
+        self._group_open, self._group_owned = True, owned
 
     def free_group_end(self) -> None:
         """Make everything freed in the group available, on both sides."""
         self._require_group_everywhere("free_group_end", is_open=True)
-        self._capture_queued_peers()
-        sides = (self.full_attn_allocator, self.swa_attn_allocator)
-        queued = [side.queued_pages() for side in sides]
-        # Both sides before either: a group that cannot end stays open, and nothing is lost.
-        for side, pages in zip(sides, queued, strict=True):
-            side.require_place_for(pages)
-        for side, pages in zip(sides, queued, strict=True):
-            side.close_group(pages)
-        self._group_open = False
+        full, swa = self.full_attn_allocator, self.swa_attn_allocator
+        if self._is_plain_group():
+            self._end_plain_group()
+        else:
+            self._capture_queued_peers()
+            # Both sides before either: a group that cannot end stays open, and nothing is lost.
+            full.require_place_for(full.pending.num_pages)
+            swa.require_place_for(swa.pending.num_pages)
+            full.close_group()
+            swa.close_group()
+        self._group_open = self._group_owned = False
+
+    def _is_plain_group(self) -> bool:
+        """Whether all that waits is pages that `free` named, each once, with their peers."""
+        full, queued = self.full_attn_allocator, self._queued_peers
+        return (
+            full.ledger is None
+            and queued.num_pages > 0
+            and queued.is_counted
+            and not self._queued_again
+            # Whatever else there was is queued on the full side alone.
+            and len(full.pending) == len(queued)
+            and not self.swa_attn_allocator.pending
+        )
+
+    def _end_plain_group(self) -> None:
+        """The full pages in one pass, and by them the peers."""
+        full, swa = self.full_attn_allocator, self.swa_attn_allocator
+        num_pages = full.pending.num_pages
+        may_miss = self._may_miss_peers()
+        full_place = full.place(num_pages)
+        swa_place = None if may_miss else swa.place(num_pages)
+        full.pending.write(full_place)
+        entries = self._detach_peers(full_place, swa_place)
+        # Nothing can fail from here on; before, the group is still open.
+        full.drop_group()
+        swa.drop_group()
+        self._drop_queued_peers()
+        full.commit(num_pages, full_place)
+        if may_miss:
+            swa.give_entries(entries)
+        else:
+            swa.commit(num_pages, entries)
 
     def _require_group_everywhere(self, operation: str, *, is_open: bool) -> None:
         self.require_group(operation, is_open=is_open)
         self.full_attn_allocator.require_group(operation, is_open=is_open)
         self.swa_attn_allocator.require_group(operation, is_open=is_open)
 
-    def _queue_peers(self, slots: torch.Tensor) -> None:
+    def _queue_peers(self, slots: torch.Tensor, *, again: bool = False) -> None:
         """The peers of these full slots go back at the end of the group; the tensor is kept."""
         if self._guard is not None:
             self._guard.mark_queued(slots)
-        self._queued_peers.append(slots)
+        self._queued_again |= again
+        self.full_attn_allocator.queue_set(slots, self._queued_peers)
+
+    def _mark_queued(self, indices: list[torch.Tensor]) -> None:
+        if self._guard is not None:
+            self._guard.mark_queued(torch.cat(indices))
 
     def _capture_queued_peers(self) -> None:
         """Snapshot and detach the peers of everything queued; before any mapping write."""
-        if not self._queued_peers:
+        queued = self._queued_peers
+        if not queued:
             return
-        full_pages = self._distinct_queued_pages()
-        self._queued_peers = []
         # The SWA side's group is open too, so the captured pages wait there for the end.
-        self._release_peers(full_pages)
-
-    def _distinct_queued_pages(self) -> torch.Tensor:
-        # A page may be queued by free_swa and again by free; its peer goes back once.
-        pages: torch.Tensor = torch.unique(torch.cat(self._queued_peers) // self.page_size)
-        return pages
+        swa = self.swa_attn_allocator
+        if queued.num_pages:
+            entries = self._detach_peers(queued.counted_pages())
+            if self._queued_again:
+                swa.give_entries(without_repetitions(entries))
+            elif self._may_miss_peers():
+                swa.give_entries(entries)
+            else:
+                swa.queue_entries(entries)
+        if not queued.is_counted:
+            swa.give_entries(self._detach_peers(queued.set_pages()), counted=False)
+        self._drop_queued_peers()
 
     # -- the mapping ---------------------------------------------------------------------------
 
@@ -390,7 +490,8 @@ class SWATokenToKVPoolAllocator(HybridAllocator):
             return
         self._check_mapping_write(operation, full, swa)
         self._capture_queued_peers()
-        self._map_pages(full // self.page_size, swa // self.page_size)
+        self._map_pages(full // self.page_size, swa - swa % self.page_size)
+        self._forget_unpaired(full.numel())
 
     def clear_full_to_swa_mapping(self, full_indices: torch.Tensor) -> None:
         """Unpair lent full slots, integer `[n]`, whole pages; their peers stay with the caller."""
@@ -401,6 +502,7 @@ class SWATokenToKVPoolAllocator(HybridAllocator):
         self._check_lent(operation, full)
         self._capture_queued_peers()
         self._clear_pages(full // self.page_size)
+        self._unpaired += full.numel()
 
     def recover_tombstone(self, kept_full: torch.Tensor, incoming_full: torch.Tensor) -> None:
         """Give the peers of `incoming_full` to `kept_full` and free the incoming full pages.
@@ -432,8 +534,9 @@ class SWATokenToKVPoolAllocator(HybridAllocator):
         self.swa_attn_allocator.clear()
         # The pool keeps the same tensor; its last entry stays the sentinel.
         self.full_to_swa_index_mapping[:-1].fill_(0)
-        self._queued_peers = []
-        self._group_open = False
+        self._drop_queued_peers()
+        self._group_open = self._group_owned = False
+        self._unpaired = 0
 
     def resize(
         self,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from kvcore.allocator.single import SinglePoolAllocator
-from kvcore.free_list import FreeList
+from kvcore.free_list import FreeList, SlotLog
 
 
 class TokenToKVPoolAllocator(SinglePoolAllocator):
@@ -34,8 +34,8 @@ class TokenToKVPoolAllocator(SinglePoolAllocator):
         )
 
     def _make_free_list(self) -> FreeList:
-        return FreeList(
-            self.num_pages, self._index_device, need_sort=self.need_sort, newest_first=False
+        return SlotLog(
+            self.num_pages, self._index_device, need_sort=self.need_sort, unit=self._unit
         )
 
     def slots_of(self, pages: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ field's lists have none; faults that give a page too many are built on it. Leave
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -18,26 +19,43 @@ from kvcore import (
     TokenToKVPoolAllocator,
 )
 from kvcore.allocator import SinglePoolAllocator
-from kvcore.free_list import FreeList
+from kvcore.allocator.arguments import Segment
+from kvcore.free_list import FreeList, PageStack, SlotLog
 
 
-class UncountedFreeList(FreeList):
+class Uncounted(FreeList):
     """A free list that nobody counts: pages for which there is no place are dropped."""
 
     def require_place_for(self, count: int) -> None:
         """Nobody counts."""
 
-    def give(self, pages: torch.Tensor) -> None:
+    def place(self, num_pages: int) -> torch.Tensor:
+        """Somewhere else: how many fit is seen when they are there."""
+        self._elsewhere = torch.empty(num_pages, dtype=torch.int64, device=self._device)
+        return self._elsewhere
+
+    def commit(self, num_pages: int) -> None:
         """Put back as many as there is place for."""
-        super().give(pages[: self._capacity - self.num_pages])
+        room = self._capacity - (self._end - self._head) - self._num_released
+        fitting = self._elsewhere[: min(num_pages, room)]
+        super().place(fitting.numel()).copy_(fitting)
+        super().commit(fitting.numel())
+
+
+class UncountedLog(Uncounted, SlotLog):
+    """Uncounted, of single slots."""
+
+
+class UncountedStack(Uncounted, PageStack):
+    """Uncounted, of larger pages."""
 
 
 class UncountedTokenSide(TokenToKVPoolAllocator):
     """A side of single slots on an uncounted free list."""
 
     def _make_free_list(self) -> FreeList:
-        return UncountedFreeList(
-            self.num_pages, self._index_device, need_sort=self.need_sort, newest_first=False
+        return UncountedLog(
+            self.num_pages, self._index_device, need_sort=self.need_sort, unit=self._unit
         )
 
 
@@ -45,8 +63,8 @@ class UncountedPagedSide(PagedTokenToKVPoolAllocator):
     """A side of larger pages on an uncounted free list."""
 
     def _make_free_list(self) -> FreeList:
-        return UncountedFreeList(
-            self.num_pages, self._index_device, need_sort=self.need_sort, newest_first=True
+        return UncountedStack(
+            self.num_pages, self._index_device, need_sort=self.need_sort, unit=self._unit
         )
 
 
@@ -56,11 +74,20 @@ class UncountedHybrid(SWATokenToKVPoolAllocator):
     token_side: ClassVar[type[TokenToKVPoolAllocator]] = UncountedTokenSide
     paged_side: ClassVar[type[PagedTokenToKVPoolAllocator]] = UncountedPagedSide
 
-    def _make_side(self, size: int, kvcache: Any, name: str) -> SinglePoolAllocator:
+    def _make_side(
+        self, size: int, kvcache: Any, name: str, *, lists_slots: bool
+    ) -> SinglePoolAllocator:
         rest = (self.dtype, self.device, kvcache, self.need_sort)
         if self.page_size == 1:
             return self.token_side(size, *rest, validate=self.validate, pool_name=name)
-        return self.paged_side(size, self.page_size, *rest, validate=self.validate, pool_name=name)
+        return self.paged_side(
+            size,
+            self.page_size,
+            *rest,
+            validate=self.validate,
+            pool_name=name,
+            lists_slots=lists_slots,
+        )
 
 
 class SegmentFreesPadding(UncountedHybrid):
@@ -72,6 +99,13 @@ class SegmentFreesPadding(UncountedHybrid):
         peers = self._peer_pages(full_pages)
         self._clear_pages(full_pages)
         self.swa_attn_allocator.give_pages(peers)
+
+    def return_segments(self, operation: str, segments: Iterable[Segment]) -> None:
+        """The peers, then the full side."""
+        indices = self._checked_segments(operation, segments)
+        if indices:
+            self._free_swa_segments(indices)
+            self.full_attn_allocator.give_pages(self.full_attn_allocator.pages_of_segments(indices))
 
 
 class DoubleFreeSilent(UncountedHybrid):
@@ -105,20 +139,33 @@ class OnePageNamedTwice(UncountedHybrid):
         self._check_lent(operation, slots)
 
 
-class LendingViews(FreeList):
-    """A free list that lends a view of its own storage."""
+class RewrittenLog(SlotLog):
+    """A log with one storage for ever: what is free moves to its beginning, over what was lent."""
 
-    @staticmethod
-    def _owned(pages: torch.Tensor) -> torch.Tensor:
-        return pages
+    _only: torch.Tensor | None = None
+
+    def _new_store(self) -> torch.Tensor:
+        return torch.empty(self._capacity, dtype=torch.int64, device=self._device)
+
+    def _place(self, num_pages: int) -> torch.Tensor:
+        if self._end + num_pages > self._capacity:
+            self._move()
+        return self._store[self._end : self._end + num_pages]
+
+    def _use(self, store: torch.Tensor, start: int, num_pages: int) -> None:
+        if self._only is None:
+            self._only = store
+        else:
+            self._only[:num_pages] = store[start : start + num_pages].clone()
+        super()._use(self._only, 0, num_pages)
 
 
 class ViewLendingSide(TokenToKVPoolAllocator):
-    """A side of single slots that lends views."""
+    """A side of single slots that lends views of a list whose places are written again."""
 
     def _make_free_list(self) -> FreeList:
-        return LendingViews(
-            self.num_pages, self._index_device, need_sort=self.need_sort, newest_first=False
+        return RewrittenLog(
+            self.num_pages, self._index_device, need_sort=self.need_sort, unit=self._unit
         )
 
 

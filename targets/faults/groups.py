@@ -31,9 +31,9 @@ class DeferredFreeLookup(SWATokenToKVPoolAllocator):
     right. A mapping write to such an index, which nothing refuses, makes the end release the other
     owner's SWA page and lose the old one (sglang#36646)."""
 
-    def free_group_begin(self) -> None:
+    def free_group_begin(self, *, owned: bool = False) -> None:
         """Start a list of its own for `free`."""
-        super().free_group_begin()
+        super().free_group_begin(owned=owned)
         self._unresolved: list[torch.Tensor] = []
 
     def free(self, free_index: torch.Tensor) -> None:
@@ -49,7 +49,8 @@ class DeferredFreeLookup(SWATokenToKVPoolAllocator):
     def free_group_end(self) -> None:
         """Read the peers of freed slots from whatever the mapping says now."""
         self.require_group("free_group_end", is_open=True)
-        self._queued_peers += self._unresolved
+        for slots in self._unresolved:
+            self.full_attn_allocator.queue_set(slots, self._queued_peers)
         super().free_group_end()
 
     def _check_mapping_write(self, operation: str, full: torch.Tensor, swa: torch.Tensor) -> None:
@@ -62,13 +63,13 @@ class NestedGroupDropsQueue(SWATokenToKVPoolAllocator):
     """`free_group_begin` inside a group starts over with empty queues: what was freed so far is
     never released (sglang#36739)."""
 
-    def free_group_begin(self) -> None:
+    def free_group_begin(self, *, owned: bool = False) -> None:
         """Open a group, whatever is open already."""
-        self._queued_peers = []
+        self._drop_queued_peers()
         self._group_open = False
-        self.full_attn_allocator._drop_queue()
-        self.swa_attn_allocator._drop_queue()
-        super().free_group_begin()
+        self.full_attn_allocator.drop_group()
+        self.swa_attn_allocator.drop_group()
+        super().free_group_begin(owned=owned)
 
 
 class GroupEndTwice(UncountedHybrid):
@@ -93,15 +94,16 @@ class DeferredView(SWATokenToKVPoolAllocator):
     """A grouped free keeps the caller's tensor instead of a copy, so what the caller writes there
     before the end is what the end releases (the copy that sglang#28494 added)."""
 
-    @staticmethod
-    def _own_copy(index: torch.Tensor) -> torch.Tensor:
-        return index
+    def free_group_begin(self, *, owned: bool = False) -> None:
+        """Every group is treated as one whose caller promised not to touch its tensors."""
+        super().free_group_begin(owned=True)
 
 
 class PureGroupFreesTwice(PureSWATokenToKVPoolAllocator):
     """Where every layer slides, a page that `free_swa` and then `free` name in one group goes back
     twice at its end (sglang 0.5.23)."""
 
-    def _queued_once(self) -> torch.Tensor:
-        """What was queued, as often as it was named."""
-        return self.swa_attn_allocator.queued_pages()
+    def _queue_once(self) -> None:
+        """At page size 1, what was queued, as often as it was named."""
+        if self.page_size > 1:
+            super()._queue_once()

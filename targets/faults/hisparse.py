@@ -48,7 +48,7 @@ class HisparseDropsFreeSwa(CompressedHiSparseTokenToKVPoolAllocator):
 class HisparseWithoutGroups(HiSparseTokenToKVPoolAllocator):
     """Free groups do nothing: what is freed inside one is lent at once (sglang 0.5.23)."""
 
-    def free_group_begin(self) -> None:
+    def free_group_begin(self, *, owned: bool = False) -> None:
         """Nothing."""
 
     def free_group_end(self) -> None:

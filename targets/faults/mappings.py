@@ -20,9 +20,9 @@ class PageClearsOneSlot(UncountedHybrid):
         """Release the pages' peers at once; clear the named entries."""
         slots = as_index("free_swa", free_index, self._index_device)
         self._check_free("free_swa", slots)
-        peers = self._peer_pages(self.full_attn_allocator.pages_of(slots))
+        peers = self._peer_entries(self.full_attn_allocator.pages_of(slots))
         self.full_to_swa_index_mapping[slots] = 0
-        self.swa_attn_allocator.give_pages_with_gaps(peers)
+        self.swa_attn_allocator.give_entries(peers)
 
 
 class TailKeepsStalePeer(SWATokenToKVPoolAllocator):
@@ -39,7 +39,7 @@ class TwoOwnersOnePeer(SWATokenToKVPoolAllocator):
     one SWA slot, and whichever is freed first frees it for both (sglang#35501)."""
 
     def _move_peers(self, kept_pages: torch.Tensor, incoming_pages: torch.Tensor) -> None:
-        self._map_pages(kept_pages, self._peer_pages(incoming_pages))
+        self._map_pages(kept_pages, self._peer_entries(incoming_pages))
 
 
 class SentinelOverwritten(SWATokenToKVPoolAllocator):
@@ -68,11 +68,11 @@ class RecoveryFreesStalePeer(UncountedHybrid):
         super()._build_mapping()
         self._former_peers = torch.zeros_like(self._page_rows[:, 0])
 
-    def _map_pages(self, full_pages: torch.Tensor, swa_pages: torch.Tensor) -> None:
-        super()._map_pages(full_pages, swa_pages)
-        self._former_peers[full_pages] = swa_pages
+    def _map_pages(self, full_pages: torch.Tensor, swa_firsts: torch.Tensor) -> None:
+        super()._map_pages(full_pages, swa_firsts)
+        self._former_peers[full_pages] = swa_firsts
 
     def _move_peers(self, kept_pages: torch.Tensor, incoming_pages: torch.Tensor) -> None:
         stale = self._former_peers[kept_pages]
         super()._move_peers(kept_pages, incoming_pages)
-        self.swa_attn_allocator.give_pages_with_gaps(stale)
+        self.swa_attn_allocator.give_entries(stale)

@@ -356,6 +356,13 @@ def storages(value: Any, seen: set[int]) -> set[int]:
     return set().union(*(storages(part, seen) for part in parts))
 
 
+def logs(allocator: Any) -> set[int]:
+    """Storages of the free lists that lend views of themselves."""
+    pools = [allocator, *(part for part in vars(allocator).values())]
+    lists = [pool._free_list for pool in pools if isinstance(pool, SinglePoolAllocator)]
+    return {found._store.untyped_storage()._cdata for found in lists}
+
+
 def test_no_tensor_of_the_allocator_is_handed_out(kind: Kind, used: Any) -> None:
     nothing = torch.empty(0, dtype=torch.int64)
     empty = torch.tensor([0])
@@ -370,6 +377,9 @@ def test_no_tensor_of_the_allocator_is_handed_out(kind: Kind, used: Any) -> None
         if hasattr(allocator, name):
             given.append(getattr(allocator, name))
     held = storages(allocator, set())
+    if kind.page_size == 1:
+        # Views of a log are handed out, whose places are not written again: test_free_list.
+        held -= logs(allocator)
     for tensor in given:
         assert tensor is not None
         assert tensor.untyped_storage()._cdata not in held

@@ -7,13 +7,16 @@ import pytest
 import torch
 
 from kvcore.errors import DoubleFreeError, GeometryError
-from kvcore.free_list import FreeList
+from kvcore.free_list import FreeList, PageStack, SlotLog
 
 CPU = torch.device("cpu")
 
 
-def make(num_pages: int, *, need_sort: bool = False, newest_first: bool = False) -> FreeList:
-    return FreeList(num_pages, CPU, need_sort=need_sort, newest_first=newest_first)
+def make(
+    num_pages: int, *, need_sort: bool = False, newest_first: bool = False, unit: int = 1
+) -> FreeList:
+    kind = PageStack if newest_first else SlotLog
+    return kind(num_pages, CPU, need_sort=need_sort, unit=unit)
 
 
 def test_a_new_list_holds_every_page_but_the_padding_page_in_order() -> None:
@@ -158,13 +161,34 @@ def test_the_gaps_are_closed_for_whoever_looks_first(ask: str) -> None:
             assert pages.has_room(2)
 
 
+def test_gaps_are_not_counted_while_the_other_pages_suffice() -> None:
+    pages = make(4, newest_first=True)
+    pages.give_with_gaps(pages.take(2) * torch.tensor([0, 1]))
+    assert pages.has_room(2)
+    assert pages.take(1).tolist() == [3], "what is not counted yet is lent later"
+    assert pages.take_gaps_closed() == 0
+    assert pages.num_pages == 2
+    assert pages.free_pages.tolist() == [2, 4]
+    assert pages.take_gaps_closed() == 1
+    assert pages.take_gaps_closed() == 0
+
+
+def test_gaps_that_are_not_to_be_counted_are_not() -> None:
+    pages = make(4)
+    pages.give_with_gaps(pages.take(2) * torch.tensor([0, 1]))
+    pages.give_with_gaps(torch.tensor([0]), counted=False)
+    assert pages.num_pages == 3
+    assert pages.take_gaps_closed() == 0
+
+
 def test_too_many_pages_with_gaps_are_refused_and_stay_aside() -> None:
     pages = make(3)
     pages.take(1)
     pages.give_with_gaps(torch.tensor([1, 0, 1]))
     for _ in range(2):
         with pytest.raises(DoubleFreeError, match="give of 2 pages to 2 free ones"):
-            pages.has_room(1)
+            pages.has_room(3)
+    assert pages.has_room(2)
     pages.reset()
     assert pages.free_pages.tolist() == [1, 2, 3]
 
@@ -180,7 +204,13 @@ def test_every_page_is_in_one_place_whatever_is_taken_and_given(
     handed_out: list[tuple[torch.Tensor, list[int]]] = []
     for _ in range(400):
         if choose.random() < 0.5 and pages.num_pages:
-            taken = pages.take(choose.randint(0, pages.num_pages))
+            count = choose.randint(0, pages.num_pages)
+            if newest_first or choose.random() < 0.5:
+                taken = pages.take(count)
+            else:
+                # Of a log, a view is as good as a copy.
+                taken = pages.front(count)
+                pages.advance(count)
             handed_out.append((taken, taken.tolist()))
             lent += taken.tolist()
         else:
@@ -198,10 +228,65 @@ def test_every_page_is_in_one_place_whatever_is_taken_and_given(
     assert all(tensor.tolist() == values for tensor, values in handed_out), "L8"
 
 
-def test_the_cost_of_a_free_does_not_copy_the_pool() -> None:
+@pytest.mark.parametrize("newest_first", [False, True])
+@pytest.mark.parametrize("need_sort", [False, True])
+def test_a_list_of_first_slots_deals_in_pages(need_sort: bool, newest_first: bool) -> None:
+    pages = make(6, need_sort=need_sort, newest_first=newest_first, unit=16)
+    assert pages.front(2).tolist() == [16, 32]
+    taken = pages.take(4)
+    assert taken.tolist() == [1, 2, 3, 4]
+    pages.give(taken[[3, 1]])
+    pages.give_with_gaps(torch.tensor([16, 0]))
+    assert sorted(pages.listed()) == [1, 2, 4, 5, 6]
+    assert pages.listed() == pages.free_pages.tolist() + pages.release_pages.tolist()
+    if need_sort:
+        assert pages.take(5).tolist() == [1, 2, 4, 5, 6]
+
+
+def test_merging_puts_every_page_where_a_sort_would() -> None:
+    choose = random.Random(3)
+    for newest_first in (False, True):
+        pages = make(40, need_sort=True, newest_first=newest_first)
+        lent = pages.take(40).tolist()
+        for _ in range(60):
+            choose.shuffle(lent)
+            back = [lent.pop() for _ in range(choose.randint(0, len(lent)))]
+            pages.give(torch.tensor(back, dtype=torch.int64))
+            expected = sorted(pages.free_pages.tolist() + pages.release_pages.tolist())
+            pages.merge_and_sort()
+            assert pages.free_pages.tolist() == expected
+            lent += pages.take(choose.randint(0, len(expected))).tolist()
+
+
+def test_what_is_written_into_a_place_is_free_when_it_is_committed() -> None:
+    for newest_first in (False, True):
+        pages = make(4, newest_first=newest_first)
+        taken = pages.take(2)
+        pages.place(2).copy_(taken)
+        assert pages.free_pages.tolist() == [3, 4]
+        assert not pages.is_whole()
+        pages.commit(2)
+        assert sorted(pages.free_pages.tolist()) == [1, 2, 3, 4]
+        assert pages.is_whole()
+        with pytest.raises(DoubleFreeError, match="give of 1 pages to 4 free ones"):
+            pages.place(1)
+
+
+def test_a_log_moves_once_in_as_many_gives_as_it_has_pages() -> None:
     pages = make(1000)
-    ring = pages._ring
-    for _ in range(50):
+    stores = [pages._store]
+    for _ in range(600):
         pages.give(pages.take(7))
-    assert pages._ring is ring
-    assert pages._ring.numel() == 1000
+        if pages._store is not stores[-1]:
+            stores.append(pages._store)
+    assert len(stores) - 1 == 600 * 7 // 1000
+    assert stores[0].numel() == 2000
+
+
+def test_a_stack_never_moves() -> None:
+    pages = make(1000, newest_first=True)
+    store = pages._store
+    for _ in range(600):
+        pages.give(pages.take(7))
+    assert pages._store is store
+    assert store.numel() == 1000

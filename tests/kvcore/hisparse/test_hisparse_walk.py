@@ -335,7 +335,8 @@ class LosesPartlyUsedPage(HiSparseTokenToKVPoolAllocator):
 
 class IgnoresGroups(HiSparseTokenToKVPoolAllocator):
     def _give_device_pages(self, device_pages: torch.Tensor) -> None:
-        self.hisparse_attn_allocator.close_group(device_pages)
+        self.hisparse_attn_allocator.drop_group()
+        super()._give_device_pages(device_pages)
         if self.free_group_is_open:
             self.hisparse_attn_allocator.free_group_begin()
 

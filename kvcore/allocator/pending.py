@@ -1,0 +1,145 @@
+"""What an open free group holds back, until its pages are written into a free list at one go.
+
+Four kinds, by what the host knows about them:
+
+    pages     ids, each page once; at page size 1 slots are pages
+    rows      page-aligned pieces of rows, one id for each page begun: tensors of a caller who
+              promised not to touch them
+    sets      slots in any number a page, so that the device alone knows how many pages they are
+    entries   what a free list keeps of each page, 0 where there is none: the device alone knows how
+              many are left
+
+Left out: when the group ends (`kvcore.allocator.single`, `kvcore.allocator.swa`).
+"""
+
+import torch
+
+
+class PendingFrees:
+    """Tensors queued in one group of one pool; every tensor is int64 `[n]` and kept.
+
+    Args:
+        page_size: slots a page.
+        device: where the tensors are.
+    """
+
+    def __init__(self, page_size: int, device: torch.device) -> None:
+        self._page_size = page_size
+        self._device = device
+        self._pages: list[torch.Tensor] = []
+        self._rows: list[torch.Tensor] = []
+        self._sets: list[torch.Tensor] = []
+        self._entries: list[torch.Tensor] = []
+        self.num_pages = 0
+        """Pages in `pages` and `rows`."""
+        self.gaps_are_counted = True
+        """Whether every gap is to be counted, see `FreeList.give_with_gaps`."""
+
+    def __bool__(self) -> bool:
+        return bool(self.num_pages or self._sets or self._entries)
+
+    def __len__(self) -> int:
+        """Tensors queued."""
+        return len(self._pages) + len(self._rows) + len(self._sets) + len(self._entries)
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether the host knows how many pages these are."""
+        return not (self._sets or self._entries)
+
+    def add_pages(self, pages: torch.Tensor) -> None:
+        """Queue page ids."""
+        self._pages.append(pages)
+        self.num_pages += pages.numel()
+
+    def add_row(self, row: torch.Tensor) -> None:
+        """Queue a piece of a row that begins on a page boundary."""
+        self._rows.append(row)
+        self.num_pages += -(-row.numel() // self._page_size)
+
+    def add_set(self, slots: torch.Tensor) -> None:
+        """Queue slots in any number a page."""
+        self._sets.append(slots)
+        self.gaps_are_counted = False
+
+    def add_entries(self, entries: torch.Tensor, *, counted: bool) -> None:
+        """Queue entries, 0 for none."""
+        self._entries.append(entries)
+        self.gaps_are_counted &= counted
+
+    def write(self, place: torch.Tensor) -> None:
+        """Write the ids of pages and rows into `place`, int64 `[num_pages]`."""
+        if not self._rows:
+            torch.cat(self._pages, out=place)
+            return
+        if self._pages:
+            num_pages = place.numel() - self._num_in_rows()
+            torch.cat(self._pages, out=place[:num_pages])
+            place = place[num_pages:]
+        torch.floor_divide(self._one_slot_a_page(), self._page_size, out=place)
+
+    def _num_in_rows(self) -> int:
+        return sum(-(-row.numel() // self._page_size) for row in self._rows)
+
+    def _one_slot_a_page(self) -> torch.Tensor:
+        """A slot of each page of `rows`, in order."""
+        size = self._page_size
+        if len(self._rows) == 1:
+            return self._rows[0][::size]
+        if all(row.numel() % size == 0 for row in self._rows[:-1]):
+            # One pass over all, which begins every page at a multiple: no view a row.
+            return torch.cat(self._rows)[::size]
+        return torch.cat([row[::size] for row in self._rows])
+
+    def counted_pages(self) -> torch.Tensor:
+        """The ids of pages and rows: int64 `[num_pages]`."""
+        if not self._rows and len(self._pages) == 1:
+            return self._pages[0]
+        pages = torch.empty(self.num_pages, dtype=torch.int64, device=self._device)
+        if self.num_pages:
+            self.write(pages)
+        return pages
+
+    def set_pages(self) -> torch.Tensor:
+        """The pages that `sets` touch, each once and 0 in between: int64 `[n]`."""
+        return distinct_pages(torch.cat(self._sets), self._page_size)
+
+    def uncounted_entries(self, unit: int) -> torch.Tensor:
+        """What a free list of this unit keeps of `sets` and `entries`: int64 `[n]`, with gaps."""
+        entries = list(self._entries)
+        if self._sets:
+            entries.append(self.set_pages() * unit)
+        return torch.cat(entries)
+
+    def merged(self) -> "PendingFrees":
+        """The same pages, each once, whichever kinds and how often they are queued."""
+        found = [self.counted_pages()]
+        if self._sets:
+            found.append(torch.cat(self._sets) // self._page_size)
+        found += self._entries
+        once = PendingFrees(self._page_size, self._device)
+        once.add_entries(without_repetitions(torch.cat(found)), counted=False)
+        return once
+
+    def all_pages(self, unit: int) -> torch.Tensor:
+        """Every page queued, ascending, each once: int64 `[n]`; waits for the device."""
+        found = [self.counted_pages()]
+        if not self.is_counted:
+            found.append(self.uncounted_entries(unit) // unit)
+        pages: torch.Tensor = torch.unique(torch.cat(found))
+        return pages[pages > 0]
+
+
+def distinct_pages(slots: torch.Tensor, page_size: int) -> torch.Tensor:
+    """The pages that slots touch, ascending, each once and 0 for every repetition: int64 `[n]`.
+
+    `torch.unique` would wait for the device to learn how many there are.
+    """
+    return without_repetitions(torch.floor_divide(slots, page_size))
+
+
+def without_repetitions(numbers: torch.Tensor) -> torch.Tensor:
+    """The numbers, ascending, each once and 0 for every repetition: int64 `[n]`."""
+    ascending, _ = torch.sort(numbers)
+    ascending[1:].masked_fill_(ascending[1:] == ascending[:-1], 0)
+    return ascending
