@@ -43,12 +43,24 @@ def as_locations(operation: str, index: torch.Tensor, device: torch.device) -> t
     return index.to(torch.int64)
 
 
+def is_index(index: torch.Tensor, device: torch.device) -> bool:
+    """Whether it is what nearly every call passes: a vector, int64, on the device."""
+    return (
+        type(index) is torch.Tensor
+        and index.dtype is torch.int64
+        and index.dim() == 1
+        and index.device == device
+    )
+
+
 def as_index(operation: str, index: torch.Tensor, device: torch.device) -> torch.Tensor:
     """`as_locations` of a vector.
 
     Raises:
         IndexTensorError: as there, or not one-dimensional.
     """
+    if is_index(index, device):
+        return index
     locations = as_locations(operation, index, device)
     if locations.dim() != 1:
         raise IndexTensorError(
@@ -111,6 +123,26 @@ def pool_pages(operation: str, size: int, page_size: int) -> int:
     return size // page_size
 
 
+def as_segment(
+    operation: str, index: torch.Tensor, start_pos: int, page_size: int, device: torch.device
+) -> torch.Tensor:
+    """The slots of one segment of a kv row, int64.
+
+    Raises:
+        IndexTensorError: see `as_index`.
+        GeometryError: a start that is no integer, negative or not page aligned.
+    """
+    checked = as_index(operation, index, device)
+    if type(start_pos) is not int:
+        start_pos = as_number(operation, "start_pos", start_pos)
+    if start_pos < 0 or start_pos % page_size != 0:
+        raise GeometryError(
+            f"{operation}: expected segment starts that are non-negative multiples of "
+            f"page_size {page_size}, got {start_pos}"
+        )
+    return checked
+
+
 def as_segments(
     operation: str, segments: Iterable[Segment], page_size: int, device: torch.device
 ) -> list[torch.Tensor]:
@@ -122,6 +154,11 @@ def as_segments(
             segments out of order.
         DoubleFreeError: a segment that starts on the last page of the one before it.
     """
+    if type(segments) is list and len(segments) == 1 and type(segments[0]) is tuple:
+        only = segments[0]
+        if len(only) == 2:
+            index = as_segment(operation, only[0], only[1], page_size, device)
+            return [index] if index.numel() else []
     checked: list[torch.Tensor] = []
     previous_start = previous_end = 0
     for segment in segments:
@@ -130,13 +167,8 @@ def as_segments(
                 f"{operation}: expected segments (free_index, start_pos), got "
                 f"{type(segment).__name__}"
             )
-        index = as_index(operation, segment[0], device)
-        start_pos = as_number(operation, "start_pos", segment[1])
-        if start_pos < 0 or start_pos % page_size != 0:
-            raise GeometryError(
-                f"{operation}: expected segment starts that are non-negative multiples of "
-                f"page_size {page_size}, got {start_pos}"
-            )
+        index = as_segment(operation, segment[0], segment[1], page_size, device)
+        start_pos = int(segment[1])
         if index.numel() == 0:
             continue
         if start_pos < previous_start:

@@ -8,14 +8,34 @@ Left out: where the pages come from, and whether `last_loc` is really on loan.
 """
 
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
+import numpy as np
 import torch
 
-from kvcore.allocator.arguments import as_index, as_number, require_equal_lengths
+from kvcore.allocator.arguments import (
+    as_index,
+    as_number,
+    is_index,
+    require_equal_lengths,
+)
 from kvcore.errors import GeometryError
 from kvcore.kernels import SlotKernels
 
 _HOST = torch.device("cpu")
+
+
+@lru_cache(maxsize=64)
+def _offsets(page_size: int, device: torch.device) -> torch.Tensor:
+    """0..page_size-1, int64, shared by all who only read it."""
+    return torch.arange(page_size, device=device)
+
+
+def _vector(operation: str, name: str, vector: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """`as_index`, which says the name of the vector if it refuses it."""
+    if is_index(vector, device):
+        return vector
+    return as_index(f"{operation}({name})", vector, device)
 
 
 def _pages_up_to(lengths: torch.Tensor, page_size: int) -> torch.Tensor:
@@ -57,11 +77,11 @@ class ExtendBatch:
         num_tokens = as_number(operation, "extend_num_tokens", num_tokens)
         batch = cls(
             operation,
-            as_index(f"{operation}(prefix_lens)", prefix_lens, device),
-            as_index(f"{operation}(prefix_lens_cpu)", prefix_lens_cpu, _HOST),
-            as_index(f"{operation}(seq_lens)", seq_lens, device),
-            as_index(f"{operation}(seq_lens_cpu)", seq_lens_cpu, _HOST),
-            as_index(f"{operation}(last_loc)", last_loc, device),
+            _vector(operation, "prefix_lens", prefix_lens, device),
+            _vector(operation, "prefix_lens_cpu", prefix_lens_cpu, _HOST),
+            _vector(operation, "seq_lens", seq_lens, device),
+            _vector(operation, "seq_lens_cpu", seq_lens_cpu, _HOST),
+            _vector(operation, "last_loc", last_loc, device),
             num_tokens,
         )
         require_equal_lengths(
@@ -72,10 +92,10 @@ class ExtendBatch:
             seq_lens_cpu=batch.seq_lens_cpu,
             last_loc=batch.last_loc,
         )
-        prefixes, lengths = batch.prefix_lens_cpu.numpy(), batch.seq_lens_cpu.numpy()
-        if not (prefixes >= 0).all() or not (prefixes <= lengths).all():
+        prefixes, lengths = batch.host_prefix_lens, batch.host_seq_lens
+        if not all(0 <= prefix <= length for prefix, length in zip(prefixes, lengths, strict=True)):
             raise GeometryError(f"{operation}: expected 0 <= prefix_len <= seq_len for every row")
-        growth = int(lengths.sum() - prefixes.sum())
+        growth = sum(lengths) - sum(prefixes)
         if growth != num_tokens:
             raise GeometryError(
                 f"{operation}: expected extensions that add up to extend_num_tokens {num_tokens}, "
@@ -83,11 +103,22 @@ class ExtendBatch:
             )
         return batch
 
+    @cached_property
+    def host_prefix_lens(self) -> list[int]:
+        """`prefix_lens_cpu` as numbers: torch costs more to call on short vectors than to run."""
+        lengths: list[int] = self.prefix_lens_cpu.tolist()
+        return lengths
+
+    @cached_property
+    def host_seq_lens(self) -> list[int]:
+        """`seq_lens_cpu` as numbers."""
+        lengths: list[int] = self.seq_lens_cpu.tolist()
+        return lengths
+
     def num_new_pages(self, page_size: int) -> int:
         """Pages that the whole batch needs beyond those its rows have already begun."""
-        # In numpy: host vectors of a batch are short, and torch costs more to call than to run.
-        before = -(-self.prefix_lens_cpu.numpy() // page_size)
-        return int((-(-self.seq_lens_cpu.numpy() // page_size) - before).sum())
+        ends = sum(-(-length // page_size) for length in self.host_seq_lens)
+        return ends - sum(-(-prefix // page_size) for prefix in self.host_prefix_lens)
 
     def slots(
         self, new_pages: torch.Tensor, page_size: int, kernels: SlotKernels | None = None
@@ -95,8 +126,11 @@ class ExtendBatch:
         """Slots of all new tokens in row order, concatenated: int64 `[num_tokens]`.
 
         Each row first fills the page of its `last_loc`, then takes its share of `new_pages`
-        (int64 `[num_new_pages]`) in order. Without `kernels`, torch computes them.
+        (int64 `[num_new_pages]`) in order. Without `kernels`, torch computes them. At page size 1
+        the answer is `new_pages` itself.
         """
+        if page_size == 1:
+            return new_pages
         if kernels is not None:
             return kernels.extend_slots(
                 self.prefix_lens,
@@ -106,7 +140,7 @@ class ExtendBatch:
                 num_tokens=self.num_tokens,
                 page_size=page_size,
             )
-        if self.prefix_lens_cpu.numel() == 1:
+        if len(self.host_prefix_lens) == 1:
             return self._slots_of_one_row(new_pages, page_size)
         growth = self.seq_lens - self.prefix_lens
         row = torch.repeat_interleave(growth, output_size=self.num_tokens)
@@ -129,13 +163,15 @@ class ExtendBatch:
 
     def _slots_of_one_row(self, new_pages: torch.Tensor, page_size: int) -> torch.Tensor:
         """`slots` where everything but the page ids is known to the host: a few kernels."""
-        onto_last = min(-int(self.prefix_lens_cpu[0]) % page_size, self.num_tokens)
-        device = new_pages.device
-        fresh = new_pages[:, None] * page_size + torch.arange(page_size, device=device)
-        fresh = fresh.reshape(-1)[: self.num_tokens - onto_last]
+        onto_last = min(-self.host_prefix_lens[0] % page_size, self.num_tokens)
+        offsets = _offsets(page_size, new_pages.device)
+        fresh = torch.add(offsets, new_pages.unsqueeze(1), alpha=page_size).view(-1)
+        if fresh.numel() > self.num_tokens - onto_last:
+            fresh = fresh[: self.num_tokens - onto_last]
         if onto_last == 0:
             return fresh
-        continued = self.last_loc + torch.arange(1, onto_last + 1, device=device)
+        # The first tokens lie behind the last one: offsets from 1 on, where 0 is the last slot.
+        continued = torch.add(offsets[:onto_last], self.last_loc + 1)
         return torch.cat((continued, fresh))
 
 
@@ -211,19 +247,24 @@ class DecodeBatch:
         """
         batch = cls(
             operation,
-            as_index(f"{operation}(seq_lens)", seq_lens, device),
-            as_index(f"{operation}(seq_lens_cpu)", seq_lens_cpu, _HOST),
-            as_index(f"{operation}(last_loc)", last_loc, device),
+            _vector(operation, "seq_lens", seq_lens, device),
+            _vector(operation, "seq_lens_cpu", seq_lens_cpu, _HOST),
+            _vector(operation, "last_loc", last_loc, device),
         )
-        require_equal_lengths(
-            operation,
-            seq_lens=batch.seq_lens,
-            seq_lens_cpu=batch.seq_lens_cpu,
-            last_loc=batch.last_loc,
-        )
-        if not (batch.seq_lens_cpu.numpy() >= 1).all():
+        count = seq_lens.numel()
+        if not count == seq_lens_cpu.numel() == last_loc.numel():
+            require_equal_lengths(
+                operation, seq_lens=seq_lens, seq_lens_cpu=seq_lens_cpu, last_loc=last_loc
+            )
+        if min(batch.host_seq_lens, default=1) < 1:
             raise GeometryError(f"{operation}: expected seq_lens of at least 1")
         return batch
+
+    @cached_property
+    def host_seq_lens(self) -> list[int]:
+        """`seq_lens_cpu` as numbers."""
+        lengths: list[int] = self.seq_lens_cpu.tolist()
+        return lengths
 
     @property
     def prefix_lens(self) -> torch.Tensor:
@@ -237,19 +278,31 @@ class DecodeBatch:
 
     def num_new_pages(self, page_size: int) -> int:
         """Rows whose new token starts a page."""
-        return int(((self.seq_lens_cpu.numpy() - 1) % page_size == 0).sum())
+        if page_size == 1:
+            return len(self.host_seq_lens)
+        return sum(length % page_size == 1 for length in self.host_seq_lens)
 
     def slots(
         self, new_pages: torch.Tensor, page_size: int, kernels: SlotKernels | None = None
     ) -> torch.Tensor:
         """Slot of each row's new token: int64 `[batch]`; see `ExtendBatch.slots`."""
+        if page_size == 1:
+            return new_pages
         if kernels is not None:
             return kernels.decode_slots(
                 self.seq_lens, self.last_loc, new_pages, page_size=page_size
             )
+        num_new = new_pages.numel()
+        if num_new == self.last_loc.numel():
+            return new_pages * page_size
         continued = self.last_loc + 1
-        if new_pages.numel() == 0:
+        if num_new == 0:
             return continued
+        if new_pages.device == _HOST:
+            # The host knows which rows begin a page; here it can say so without a copy.
+            begun = [row for row, n in enumerate(self.host_seq_lens) if n % page_size == 1]
+            rows = torch.from_numpy(np.array(begun, dtype=np.int64))
+            return continued.index_copy_(0, rows, new_pages * page_size)
         starts_page = self.prefix_lens % page_size == 0
         rank = torch.cumsum(starts_page, 0) - 1
         page = new_pages[rank.clamp(0, new_pages.numel() - 1)]

@@ -162,10 +162,8 @@ class HybridAllocator(BaseTokenToKVPoolAllocator):
         self._unpaired = 0
 
     def _drop_queued_peers(self) -> None:
-        """Nothing that the open group frees has a peer to capture."""
+        """No peer is freed by the open group alone, without its full page."""
         self._queued_peers = PendingFrees(self.page_size, self._index_device)
-        # Whether the same page may be queued twice: by `free_swa`, and again by it or by `free`.
-        self._queued_again = False
 
     def _make_guard(self) -> PeerGuard | None:
         full, swa = self.full_attn_allocator.ledger, self.swa_attn_allocator.ledger
@@ -223,7 +221,11 @@ class HybridAllocator(BaseTokenToKVPoolAllocator):
 
         int64 `[n]`, ascending; for inspection.
         """
-        return self._queued_peers.all_pages(1) * self.page_size
+        queued = PendingFrees(self.page_size, self._index_device)
+        queued.absorb(self._queued_peers)
+        if self._group_open:
+            queued.absorb(self.full_attn_allocator.pending)
+        return queued.all_pages(1) * self.page_size
 
     def available_size(self) -> int:
         """Tokens that one `alloc` could get: what the poorer side has."""
@@ -303,14 +305,14 @@ class HybridAllocator(BaseTokenToKVPoolAllocator):
         self._clear_pages(full_pages)
         return place
 
-    def _give_peers(self, full_pages: torch.Tensor) -> None:
-        """Unmap the pages and give their peers to the SWA side; here no group is open."""
+    def _give_peers(self, full_pages: torch.Tensor, num_pages: int) -> None:
+        """Unmap so many pages and give their peers to the SWA side; here no group is open."""
         swa = self.swa_attn_allocator
         if swa.ledger is not None or swa.free_group_is_open or self._may_miss_peers():
             swa.give_entries(self._detach_peers(full_pages))
         else:
-            entries = self._detach_peers(full_pages, swa.place(full_pages.numel()))
-            swa.commit(entries.numel(), entries)
+            entries = self._detach_peers(full_pages, swa.free_list.place(num_pages))
+            swa.commit(num_pages, entries)
 
     def _may_miss_peers(self) -> bool:
         """Whether some full page on loan may have no peer."""

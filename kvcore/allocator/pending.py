@@ -38,19 +38,15 @@ class PendingFrees:
     def __bool__(self) -> bool:
         return bool(self.num_pages or self._sets or self._entries)
 
-    def __len__(self) -> int:
-        """Tensors queued."""
-        return len(self._pages) + len(self._rows) + len(self._sets) + len(self._entries)
-
     @property
     def is_counted(self) -> bool:
         """Whether the host knows how many pages these are."""
         return not (self._sets or self._entries)
 
-    def add_pages(self, pages: torch.Tensor) -> None:
-        """Queue page ids."""
+    def add_pages(self, pages: torch.Tensor, num_pages: int) -> None:
+        """Queue page ids, so many."""
         self._pages.append(pages)
-        self.num_pages += pages.numel()
+        self.num_pages += num_pages
 
     def add_row(self, row: torch.Tensor) -> None:
         """Queue a piece of a row that begins on a page boundary."""
@@ -67,19 +63,25 @@ class PendingFrees:
         self._entries.append(entries)
         self.gaps_are_counted &= counted
 
+    def absorb(self, later: "PendingFrees") -> None:
+        """Queue what another one of the same pool holds, behind what is here."""
+        self._pages += later._pages
+        self._rows += later._rows
+        self._sets += later._sets
+        self._entries += later._entries
+        self.num_pages += later.num_pages
+        self.gaps_are_counted &= later.gaps_are_counted
+
     def write(self, place: torch.Tensor) -> None:
         """Write the ids of pages and rows into `place`, int64 `[num_pages]`."""
         if not self._rows:
             torch.cat(self._pages, out=place)
             return
         if self._pages:
-            num_pages = place.numel() - self._num_in_rows()
-            torch.cat(self._pages, out=place[:num_pages])
-            place = place[num_pages:]
+            in_rows = sum(-(-row.numel() // self._page_size) for row in self._rows)
+            ids, place = place.split((self.num_pages - in_rows, in_rows))
+            torch.cat(self._pages, out=ids)
         torch.floor_divide(self._one_slot_a_page(), self._page_size, out=place)
-
-    def _num_in_rows(self) -> int:
-        return sum(-(-row.numel() // self._page_size) for row in self._rows)
 
     def _one_slot_a_page(self) -> torch.Tensor:
         """A slot of each page of `rows`, in order."""
@@ -110,6 +112,13 @@ class PendingFrees:
         if self._sets:
             entries.append(self.set_pages() * unit)
         return torch.cat(entries)
+
+    def touched_pages(self) -> torch.Tensor:
+        """The pages of `pages`, `rows` and `sets`, 0 for repetitions in sets: int64 `[n]`."""
+        if not self._sets:
+            return self.counted_pages()
+        pages = self.set_pages()
+        return torch.cat((self.counted_pages(), pages)) if self.num_pages else pages
 
     def merged(self) -> "PendingFrees":
         """The same pages, each once, whichever kinds and how often they are queued."""

@@ -309,7 +309,7 @@ class PureSWATokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
             self._queue_once()
         pool = self.swa_attn_allocator
         # Before anything moves: a group that cannot end stays open, and nothing is lost.
-        pool.require_place_for(pool.pending.num_pages)
+        pool.require_place_for_group()
         pool.close_group()
         self._group_open = False
 

@@ -1,28 +1,23 @@
-"""The hybrid allocator: full-attention slots and sliding-window slots, lent and returned together.
+"""The hybrid allocator: full-attention slots and sliding-window slots, lent together and remapped.
 
-Free groups hold back *indices*, not peers: looking peers up at once would cost one lookup a free,
-looking them up at the end would find what a recovery put there meanwhile (sglang#36081). So the
-peers of everything queued are captured, in one lookup, at the end or before the first mapping write
-that comes sooner: snapshotted, detached from the mapping, and released at the end.
-
-Left out: how pages are paired (`kvcore.allocator.hybrid`); one pool in which every layer slides.
+Left out: how pages are paired (`kvcore.allocator.hybrid`) and returned (`kvcore.allocator.peers`);
+one pool in which every layer slides.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import TypeAlias
 
 import torch
 
 from kvcore.allocator.arguments import (
-    Segment,
     as_index,
     require_equal_lengths,
     whole_pages,
 )
 from kvcore.allocator.batch import DecodeBatch, ExtendBatch, SwaTail
-from kvcore.allocator.hybrid import HybridAllocator, HybridPoolSize
-from kvcore.allocator.pending import without_repetitions
+from kvcore.allocator.hybrid import HybridPoolSize
+from kvcore.allocator.peers import PeerReleasingAllocator
 from kvcore.allocator.single import SlotsOf
 from kvcore.errors import GeometryError
 
@@ -30,7 +25,7 @@ Pairing: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 """Writes of the mapping for slots lent by fresh full pages and the first slots of SWA pages."""
 
 
-class SWATokenToKVPoolAllocator(HybridAllocator):
+class SWATokenToKVPoolAllocator(PeerReleasingAllocator):
     """Lends full slots together with SWA peers; callers see full slots.
 
     The mapping `full_to_swa_index_mapping` is int64 `[size + page_size + 1]`: the SWA slot of each
@@ -132,26 +127,28 @@ class SWATokenToKVPoolAllocator(HybridAllocator):
         self, num_full: int, num_swa: int, slots_of: SlotsOf, pair: Pairing
     ) -> torch.Tensor | None:
         """Pages of both sides or of neither, paired by `pair`; what `slots_of` says of the full."""
-        full, swa = self.full_attn_allocator, self.swa_attn_allocator
+        full, swa = self.full_attn_allocator.free_list, self.swa_attn_allocator.free_list
         if not (full.has_room(num_full) and swa.has_room(num_swa)):
             return None
         positions = (full.position(), swa.position()) if self.need_sort else None
         try:
             full_pages, swa_firsts = full.front(num_full), swa.front(num_swa)
             slots = slots_of(full_pages)
-            self._capture_queued_peers()
+            if self._group_open:
+                self._capture_queued_peers()
             try:
                 pair(slots, full_pages, swa_firsts)
             except BaseException:
                 self._clear_pages(full_pages)
                 raise
         except BaseException:
+            # Nothing was taken yet, but what waited to be sorted may have been merged.
             if positions is not None:
                 full.rewind(positions[0])
                 swa.rewind(positions[1])
             raise
-        full.advance(num_full)
-        swa.advance(num_swa)
+        self.full_attn_allocator.advance(num_full)
+        self.swa_attn_allocator.advance(num_swa)
         return slots
 
     def alloc_extend_swa_tail(
@@ -231,243 +228,6 @@ class SWATokenToKVPoolAllocator(HybridAllocator):
         self._unmap_head(unmapped_slots, unmapped_pages)
         self._unpaired += unmapped_pages.numel()
 
-    # -- returning -----------------------------------------------------------------------------
-
-    def free(self, free_index: torch.Tensor) -> None:
-        """Return full pages and their peers; a page without a peer on the full side alone."""
-        slots = as_index("free", free_index, self._index_device)
-        if slots.numel() == 0:
-            return
-        self._check_free("free", slots)
-        full = self.full_attn_allocator
-        if self._group_open:
-            kept = full.kept(slots)
-            self._queue_peers(kept)
-            full.queue_slots(kept)
-        elif self.page_size == 1:
-            self._free_firsts(slots)
-        else:
-            self._free_set(slots)
-
-    def _free_firsts(self, firsts: torch.Tensor) -> None:
-        """Return distinct full pages with their peers, by a slot of each; here no group is open."""
-        full = self.full_attn_allocator
-        if full.free_group_is_open:
-            # Somebody went to the side directly.
-            pages = firsts // self.page_size
-            self._give_peers(pages)
-            full.give_pages(pages)
-            return
-        place = full.place(firsts.numel())
-        full.write_entries(firsts, place)
-        self._give_peers(place)
-        full.commit(place.numel(), place)
-
-    def _free_set(self, slots: torch.Tensor) -> None:
-        """Return the pages touched and their peers, as many as they are."""
-        full = self.full_attn_allocator
-        if full.ledger is not None:
-            pages = full.pages_of(slots)
-            full.require_place_for(pages.numel())
-            self._give_peers(pages)
-            full.give_pages(pages)
-            return
-        pages = full.touched_pages(slots)
-        self.swa_attn_allocator.give_entries(self._detach_peers(pages), counted=False)
-        full.give_entries(pages, counted=False)
-
-    def free_swa(self, free_index: torch.Tensor) -> None:
-        """Return the peers of the pages touched, whole (sglang#27779); the full side stays.
-
-        Pages without a peer are skipped.
-        """
-        slots = as_index("free_swa", free_index, self._index_device)
-        if slots.numel() == 0:
-            return
-        self._check_free("free_swa", slots)
-        full = self.full_attn_allocator
-        if self._group_open:
-            self._queue_peers(full.kept(slots), again=True)
-        elif self.page_size == 1:
-            self._give_peers(slots)
-        else:
-            entries = self._detach_peers(full.touched_pages(slots))
-            self.swa_attn_allocator.give_entries(entries)
-        self._unpaired += slots.numel()
-
-    def free_full(self, free_index: torch.Tensor) -> None:
-        """Return full pages whose peers have been released.
-
-        Raises:
-            LivePeerError: with `validate`, a page that has a peer.
-        """
-        slots = as_index("free_full", free_index, self._index_device)
-        if slots.numel() == 0:
-            return
-        self._check_free("free_full", slots)
-        self._check_peers_released("free_full", slots)
-        self._free_full_side(slots)
-        self._forget_unpaired(slots.numel())
-
-    def return_segments(self, operation: str, segments: Iterable[Segment]) -> None:
-        """`free` of page-aligned pieces of one row, ascending, no page shared."""
-        indices = self._checked_segments(operation, segments)
-        if not indices:
-            return
-        full = self.full_attn_allocator
-        if not self._group_open:
-            self._free_firsts(full.firsts_of(indices))
-            return
-        self._mark_queued(indices)
-        full.queue_segments(indices, self._queued_peers, full.pending)
-        full.mark_pending(indices)
-
-    def free_swa_segments(self, segments: Iterable[Segment]) -> None:
-        """`free_swa` of page-aligned pieces of one row, ascending, no page shared.
-
-        Waits for no device value, as all segment frees: the peers are counted when the SWA side's
-        free list is next needed.
-        """
-        self._return_swa_segments("free_swa_segments", segments)
-
-    def free_swa_segment(self, free_index: torch.Tensor, *, start_pos: int) -> None:
-        """`free_swa_segments` of a single piece."""
-        self._return_swa_segments("free_swa_segment", [(free_index, start_pos)])
-
-    def _return_swa_segments(self, operation: str, segments: Iterable[Segment]) -> None:
-        indices = self._checked_segments(operation, segments)
-        if indices:
-            self._free_swa_segments(indices)
-
-    def _free_swa_segments(self, indices: list[torch.Tensor]) -> None:
-        full = self.full_attn_allocator
-        if self._group_open:
-            self._mark_queued(indices)
-            self._queued_again = True
-            full.queue_segments(indices, self._queued_peers)
-        else:
-            self._give_peers(full.pages_of_segments(indices))
-        self._unpaired += sum(-(-index.numel() // self.page_size) for index in indices)
-
-    def return_full_segments(self, operation: str, segments: Iterable[Segment]) -> None:
-        """`free_full` of page-aligned pieces of one row, ascending, no page shared.
-
-        Raises:
-            LivePeerError: with `validate`, a page that has a peer.
-        """
-        indices = self._checked_segments(operation, segments)
-        if not indices:
-            return
-        self._check_peers_released(operation, torch.cat(indices))
-        full = self.full_attn_allocator
-        if self._group_open:
-            full.queue_segments(indices, full.pending)
-            full.mark_pending(indices)
-        else:
-            full.give_firsts(full.firsts_of(indices))
-        self._forget_unpaired(sum(index.numel() for index in indices))
-
-    def _free_full_side(self, slots: torch.Tensor) -> None:
-        full = self.full_attn_allocator
-        if self._group_open:
-            full.queue_slots(full.kept(slots))
-        elif self.page_size == 1:
-            full.give_firsts(slots)
-        else:
-            full.give_set(slots)
-
-    # -- free groups ---------------------------------------------------------------------------
-
-    def free_group_begin(self, *, owned: bool = False) -> None:
-        """Hold frees back until `free_group_end`, on both sides."""
-        self._require_group_everywhere("free_group_begin", is_open=False)
-        # The sides' groups hold back what is freed, also by callers that go to a side directly.
-        self.full_attn_allocator.free_group_begin(owned=owned)
-        self.swa_attn_allocator.free_group_begin(owned=owned)
-        self._group_open, self._group_owned = True, owned
-
-    def free_group_end(self) -> None:
-        """Make everything freed in the group available, on both sides."""
-        self._require_group_everywhere("free_group_end", is_open=True)
-        full, swa = self.full_attn_allocator, self.swa_attn_allocator
-        if self._is_plain_group():
-            self._end_plain_group()
-        else:
-            self._capture_queued_peers()
-            # Both sides before either: a group that cannot end stays open, and nothing is lost.
-            full.require_place_for(full.pending.num_pages)
-            swa.require_place_for(swa.pending.num_pages)
-            full.close_group()
-            swa.close_group()
-        self._group_open = self._group_owned = False
-
-    def _is_plain_group(self) -> bool:
-        """Whether all that waits is pages that `free` named, each once, with their peers."""
-        full, queued = self.full_attn_allocator, self._queued_peers
-        return (
-            full.ledger is None
-            and queued.num_pages > 0
-            and queued.is_counted
-            and not self._queued_again
-            # Whatever else there was is queued on the full side alone.
-            and len(full.pending) == len(queued)
-            and not self.swa_attn_allocator.pending
-        )
-
-    def _end_plain_group(self) -> None:
-        """The full pages in one pass, and by them the peers."""
-        full, swa = self.full_attn_allocator, self.swa_attn_allocator
-        num_pages = full.pending.num_pages
-        may_miss = self._may_miss_peers()
-        full_place = full.place(num_pages)
-        swa_place = None if may_miss else swa.place(num_pages)
-        full.pending.write(full_place)
-        entries = self._detach_peers(full_place, swa_place)
-        # Nothing can fail from here on; before, the group is still open.
-        full.drop_group()
-        swa.drop_group()
-        self._drop_queued_peers()
-        full.commit(num_pages, full_place)
-        if may_miss:
-            swa.give_entries(entries)
-        else:
-            swa.commit(num_pages, entries)
-
-    def _require_group_everywhere(self, operation: str, *, is_open: bool) -> None:
-        self.require_group(operation, is_open=is_open)
-        self.full_attn_allocator.require_group(operation, is_open=is_open)
-        self.swa_attn_allocator.require_group(operation, is_open=is_open)
-
-    def _queue_peers(self, slots: torch.Tensor, *, again: bool = False) -> None:
-        """The peers of these full slots go back at the end of the group; the tensor is kept."""
-        if self._guard is not None:
-            self._guard.mark_queued(slots)
-        self._queued_again |= again
-        self.full_attn_allocator.queue_set(slots, self._queued_peers)
-
-    def _mark_queued(self, indices: list[torch.Tensor]) -> None:
-        if self._guard is not None:
-            self._guard.mark_queued(torch.cat(indices))
-
-    def _capture_queued_peers(self) -> None:
-        """Snapshot and detach the peers of everything queued; before any mapping write."""
-        queued = self._queued_peers
-        if not queued:
-            return
-        # The SWA side's group is open too, so the captured pages wait there for the end.
-        swa = self.swa_attn_allocator
-        if queued.num_pages:
-            entries = self._detach_peers(queued.counted_pages())
-            if self._queued_again:
-                swa.give_entries(without_repetitions(entries))
-            elif self._may_miss_peers():
-                swa.give_entries(entries)
-            else:
-                swa.queue_entries(entries)
-        if not queued.is_counted:
-            swa.give_entries(self._detach_peers(queued.set_pages()), counted=False)
-        self._drop_queued_peers()
-
     # -- the mapping ---------------------------------------------------------------------------
 
     def set_full_to_swa_mapping(
@@ -489,7 +249,8 @@ class SWATokenToKVPoolAllocator(HybridAllocator):
         if full.numel() == 0:
             return
         self._check_mapping_write(operation, full, swa)
-        self._capture_queued_peers()
+        if self._group_open:
+            self._capture_queued_peers()
         self._map_pages(full // self.page_size, swa - swa % self.page_size)
         self._forget_unpaired(full.numel())
 
@@ -500,7 +261,8 @@ class SWATokenToKVPoolAllocator(HybridAllocator):
         if full.numel() == 0:
             return
         self._check_lent(operation, full)
-        self._capture_queued_peers()
+        if self._group_open:
+            self._capture_queued_peers()
         self._clear_pages(full // self.page_size)
         self._unpaired += full.numel()
 
@@ -522,7 +284,8 @@ class SWATokenToKVPoolAllocator(HybridAllocator):
         if kept.numel() == 0:
             return
         self._check_recovery(operation, kept, incoming)
-        self._capture_queued_peers()
+        if self._group_open:
+            self._capture_queued_peers()
         self._move_peers(kept // self.page_size, incoming // self.page_size)
         self._free_full_side(incoming)
 

@@ -9,6 +9,7 @@ import torch
 
 from kvcore import PureSWATokenToKVPoolAllocator, SWATokenToKVPoolAllocator
 from kvcore.allocator.arguments import as_index
+from kvcore.allocator.ownership import PENDING
 from kvcore.targets.faults.free_lists import UncountedHybrid
 
 
@@ -44,13 +45,16 @@ class DeferredFreeLookup(SWATokenToKVPoolAllocator):
         slots = self._own_copy(as_index("free", free_index, self._index_device))
         self._check_free("free", slots)
         self._unresolved.append(slots)
-        self.full_attn_allocator.queue_slots(slots)
+        full = self.full_attn_allocator
+        full.queue_set(slots, slots.numel(), full.settled)
+        if full.ledger is not None:
+            full.ledger.mark(slots // self.page_size, PENDING)
 
     def free_group_end(self) -> None:
         """Read the peers of freed slots from whatever the mapping says now."""
         self.require_group("free_group_end", is_open=True)
         for slots in self._unresolved:
-            self.full_attn_allocator.queue_set(slots, self._queued_peers)
+            self.full_attn_allocator.queue_set(slots, slots.numel(), self._queued_peers)
         super().free_group_end()
 
     def _check_mapping_write(self, operation: str, full: torch.Tensor, swa: torch.Tensor) -> None:

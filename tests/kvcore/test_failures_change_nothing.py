@@ -247,7 +247,8 @@ def test_a_kernel_that_fails_changes_nothing(used: Any, failure: type[BaseExcept
     inner = [allocator, *(side for side in vars(allocator).values() if hasattr(side, "_kernels"))]
     for each in inner:
         each._kernels = FailingKernels(failure)
-    for call, arguments in batches(used):
+    # At page size 1 the slots are the pages, and nothing is launched for them.
+    for call, arguments in batches(used) if used.page > 1 else []:
         unchanged(allocator, failure, call, *arguments)
     for each in inner:
         each._kernels = None
@@ -262,13 +263,15 @@ def test_a_kernel_that_fails_in_a_merge_leaves_the_release_list(
     hybrid = laws.make_hybrid(page_size, need_sort=True, validate=True)
     row = hybrid.alloc(laws.swa_pages * page_size)
     hybrid.free(row[page_size:])
+    # At page size 1 nothing is launched for the slots, but the mapping is written.
     hybrid._kernels = FailingKernels(failure)
+    map_pages, hybrid._map_pages = hybrid._map_pages, hybrid._kernels.decode_slots
     empty, total = torch.tensor([0]), torch.tensor([2 * page_size])
     batch = (empty, empty, total, total, torch.tensor([-1]), 2 * page_size)
     assert hybrid.swa_attn_allocator.free_pages.numel() == 0, "the pages are in the release list"
     unchanged(hybrid, failure, hybrid.alloc_extend, *batch)
     unchanged(hybrid, failure, hybrid.alloc_extend_swa_tail, *batch, page_size)
-    hybrid._kernels = None
+    hybrid._kernels, hybrid._map_pages = None, map_pages
     assert hybrid.alloc_extend(*batch) is not None
     laws.check_single(hybrid.swa_attn_allocator, hybrid_peers(hybrid))
 
@@ -359,7 +362,7 @@ def storages(value: Any, seen: set[int]) -> set[int]:
 def logs(allocator: Any) -> set[int]:
     """Storages of the free lists that lend views of themselves."""
     pools = [allocator, *(part for part in vars(allocator).values())]
-    lists = [pool._free_list for pool in pools if isinstance(pool, SinglePoolAllocator)]
+    lists = [pool.free_list for pool in pools if isinstance(pool, SinglePoolAllocator)]
     return {found._store.untyped_storage()._cdata for found in lists}
 
 
