@@ -64,6 +64,7 @@ class FreeList(ABC):
             num_pages if need_sort else 0, dtype=torch.int64, device=device
         )
         self._with_gaps: list[torch.Tensor]
+        self._with_other_gaps: list[torch.Tensor]
         self._gaps_closed: int
         self.reset()
 
@@ -86,7 +87,7 @@ class FreeList(ABC):
     @property
     def num_pages(self) -> int:
         """Pages that can be taken now, those waiting to be merged included."""
-        if self._with_gaps:
+        if self._with_gaps or self._with_other_gaps:
             self.close_gaps()
         return self._end - self._head + self._num_released
 
@@ -132,7 +133,7 @@ class FreeList(ABC):
         self._use(store, start, self._capacity)
         self._num_released = 0
         self._with_gaps = []
-        self._all_counted = True
+        self._with_other_gaps = []
         self._gaps_closed = 0
 
     def _use(self, store: torch.Tensor, start: int, num_pages: int) -> None:
@@ -234,8 +235,7 @@ class FreeList(ABC):
         Reads no value and waits for no device: see `close_gaps`. `counted`: whether the gaps are to
         be told by `take_gaps_closed`.
         """
-        self._with_gaps.append(entries)
-        self._all_counted &= counted
+        (self._with_gaps if counted else self._with_other_gaps).append(entries)
 
     def close_gaps(self) -> None:
         """Give what `give_with_gaps` took, without the gaps; every exact count does.
@@ -243,16 +243,21 @@ class FreeList(ABC):
         Raises:
             DoubleFreeError: more pages would be free than exist; they stay aside.
         """
-        if not self._with_gaps:
-            return
-        entries = torch.cat(self._with_gaps)
+        if self._with_gaps:
+            self._gaps_closed += self._give_all(self._with_gaps)
+            self._with_gaps = []
+        if self._with_other_gaps:
+            self._give_all(self._with_other_gaps)
+            self._with_other_gaps = []
+
+    def _give_all(self, with_gaps: list[torch.Tensor]) -> int:
+        """Give entries without their gaps; how many gaps there were."""
+        entries = torch.cat(with_gaps)
         # Page 0 must never enter (sglang#38519). How many are left only the device knows.
         left = entries[entries > 0]
         self.place(left.numel()).copy_(left)
         self.commit(left.numel())
-        if self._all_counted:
-            self._gaps_closed += entries.numel() - left.numel()
-        self._with_gaps, self._all_counted = [], True
+        return entries.numel() - left.numel()
 
     def merge_and_sort(self) -> None:
         """Merge the waiting pages into the free ones, which stay ascending; no-op if none wait."""

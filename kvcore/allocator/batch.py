@@ -23,6 +23,8 @@ from kvcore.errors import GeometryError
 from kvcore.kernels import SlotKernels
 
 _HOST = torch.device("cpu")
+_FEW_ROWS = 32
+"""Rows of an extend up to which torch is asked for each by itself."""
 
 
 @lru_cache(maxsize=64)
@@ -140,8 +142,8 @@ class ExtendBatch:
                 num_tokens=self.num_tokens,
                 page_size=page_size,
             )
-        if len(self.host_prefix_lens) == 1:
-            return self._slots_of_one_row(new_pages, page_size)
+        if len(self.host_prefix_lens) <= _FEW_ROWS:
+            return self._slots_row_by_row(new_pages, page_size)
         growth = self.seq_lens - self.prefix_lens
         row = torch.repeat_interleave(growth, output_size=self.num_tokens)
         # Position of every new token in its row: how far it is from the batch's first token of
@@ -161,18 +163,31 @@ class ExtendBatch:
         fresh = page * page_size + position % page_size
         return torch.where(page_in_row < first_page[row], continued, fresh)
 
-    def _slots_of_one_row(self, new_pages: torch.Tensor, page_size: int) -> torch.Tensor:
-        """`slots` where everything but the page ids is known to the host: a few kernels."""
-        onto_last = min(-self.host_prefix_lens[0] % page_size, self.num_tokens)
+    def _slots_row_by_row(self, new_pages: torch.Tensor, page_size: int) -> torch.Tensor:
+        """`slots` where everything but slots and pages is known to the host.
+
+        One kernel for all new pages, one for each row that goes on in a page, and two to join them:
+        with few rows far less than asking the device who is who.
+        """
         offsets = _offsets(page_size, new_pages.device)
         fresh = torch.add(offsets, new_pages.unsqueeze(1), alpha=page_size).view(-1)
-        if fresh.numel() > self.num_tokens - onto_last:
-            fresh = fresh[: self.num_tokens - onto_last]
-        if onto_last == 0:
-            return fresh
-        # The first tokens lie behind the last one: offsets from 1 on, where 0 is the last slot.
-        continued = torch.add(offsets[:onto_last], self.last_loc + 1)
-        return torch.cat((continued, fresh))
+        parts: list[torch.Tensor] = []
+        start = 0
+        behind: torch.Tensor | None = None
+        rows = zip(self.host_prefix_lens, self.host_seq_lens, strict=True)
+        for row, (prefix, length) in enumerate(rows):
+            tokens = length - prefix
+            onto_last = min(-prefix % page_size, tokens)
+            if onto_last:
+                if behind is None:
+                    behind = self.last_loc + 1
+                parts.append(torch.add(offsets[:onto_last], behind[row]))
+            if tokens > onto_last:
+                parts.append(fresh[start : start + tokens - onto_last])
+                start += -(-(tokens - onto_last) // page_size) * page_size
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat(parts) if parts else fresh
 
 
 @dataclass(frozen=True)
@@ -303,6 +318,12 @@ class DecodeBatch:
             begun = [row for row, n in enumerate(self.host_seq_lens) if n % page_size == 1]
             rows = torch.from_numpy(np.array(begun, dtype=np.int64))
             return continued.index_copy_(0, rows, new_pages * page_size)
+        return self.placed_by_the_device(continued, new_pages, page_size)
+
+    def placed_by_the_device(
+        self, continued: torch.Tensor, new_pages: torch.Tensor, page_size: int
+    ) -> torch.Tensor:
+        """`continued` but for the rows that begin a page, which the device finds out."""
         starts_page = self.prefix_lens % page_size == 0
         rank = torch.cumsum(starts_page, 0) - 1
         page = new_pages[rank.clamp(0, new_pages.numel() - 1)]

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from kvcore import BaseTokenToKVPoolAllocator, GeometryError, IndexTensorError
+from kvcore.allocator import batch as batches
 
 PAGE_SIZES = [1, 2, 4, 16]
 
@@ -195,3 +196,46 @@ def test_a_misshapen_decode_is_always_refused(single: Any, hybrid: Any, refuses:
         refuses(allocator, GeometryError, allocator.alloc_decode, one, one, two)
         refuses(allocator, GeometryError, allocator.alloc_decode, one - 1, one - 1, one)
         refuses(allocator, IndexTensorError, allocator.alloc_decode, one.float(), one, one)
+
+
+def test_many_rows_are_placed_as_few_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    choose = random.Random(5)
+    for page_size in (2, 4, 16):
+        for _ in range(40):
+            rows = [
+                [choose.randint(1, 9) * page_size + at % page_size for at in range(length)]
+                for length in choose.choices(range(3 * page_size), k=choose.randint(1, 5))
+            ]
+            lengths = [len(row) + choose.randint(0, 2 * page_size) for row in rows]
+            made = batches.ExtendBatch.checked(
+                "test",
+                *batch(rows, lengths),
+                sum(lengths) - sum(map(len, rows)),
+                torch.device("cpu"),
+            )
+            pages = torch.arange(20, 20 + made.num_new_pages(page_size))
+            few = made.slots(pages, page_size)
+            expected = place_by_hand(rows, lengths, pages.tolist(), page_size)
+            assert few.tolist() == expected
+            monkeypatch.setattr(batches, "_FEW_ROWS", 0)
+            assert made.slots(pages, page_size).tolist() == expected
+            monkeypatch.undo()
+
+
+def test_a_decode_is_placed_by_the_device_as_by_the_host() -> None:
+    choose = random.Random(6)
+    for page_size in (2, 4, 16):
+        for _ in range(40):
+            rows = [
+                [choose.randint(1, 9) * page_size + at % page_size for at in range(length)]
+                for length in choose.choices(range(3 * page_size), k=choose.randint(1, 6))
+            ]
+            lengths = [len(row) + 1 for row in rows]
+            _, _, total, total_cpu, last = batch(rows, lengths)
+            made = batches.DecodeBatch.checked("test", total, total_cpu, last, torch.device("cpu"))
+            pages = torch.arange(20, 20 + made.num_new_pages(page_size))
+            expected = place_by_hand(rows, lengths, pages.tolist(), page_size)
+            assert made.slots(pages, page_size).tolist() == expected
+            if pages.numel():
+                by_device = made.placed_by_the_device(last + 1, pages, page_size)
+                assert by_device.tolist() == expected

@@ -176,9 +176,9 @@ def test_gaps_are_not_counted_while_the_other_pages_suffice() -> None:
 def test_gaps_that_are_not_to_be_counted_are_not() -> None:
     pages = make(4)
     pages.give_with_gaps(pages.take(2) * torch.tensor([0, 1]))
-    pages.give_with_gaps(torch.tensor([0]), counted=False)
-    assert pages.num_pages == 3
-    assert pages.take_gaps_closed() == 0
+    pages.give_with_gaps(torch.tensor([0, 1, 0]), counted=False)
+    assert pages.num_pages == 4
+    assert pages.take_gaps_closed() == 1
 
 
 def test_too_many_pages_with_gaps_are_refused_and_stay_aside() -> None:
