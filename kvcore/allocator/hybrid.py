@@ -21,7 +21,7 @@ Left out: the operations that callers see (`kvcore.allocator.swa`).
 
 from collections.abc import Iterable
 from copy import copy
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, Protocol, Self, TypedDict, runtime_checkable
 
 import torch
 
@@ -61,6 +61,13 @@ class HybridPoolSize(Protocol):
 
     full_max_total_num_tokens: int
     swa_max_total_num_tokens: int
+
+
+class _Mapped(TypedDict):
+    """What kernels are told of the mapping."""
+
+    mapping: torch.Tensor
+    page_size: int
 
 
 def make_pool(
@@ -158,6 +165,7 @@ class HybridAllocator(BaseTokenToKVPoolAllocator):
             num_rows, self.page_size
         )
         self._first_entries = self._page_rows[:, 0]
+        self._mapped = _Mapped(mapping=self.full_to_swa_index_mapping, page_size=self.page_size)
         self._drop_queued_peers()
         self._unpaired = 0
 
@@ -285,7 +293,9 @@ class HybridAllocator(BaseTokenToKVPoolAllocator):
 
     def _map_pages(self, full_pages: torch.Tensor, swa_firsts: torch.Tensor) -> None:
         """Pair full pages with the SWA pages of these first slots; both int64 `[n]`."""
-        if self.page_size == 1:
+        if self._kernels is not None:
+            self._kernels.map_pages(full_pages, swa_firsts, **self._mapped)
+        elif self.page_size == 1:
             self.full_to_swa_index_mapping.put_(full_pages, swa_firsts)
         else:
             rows = torch.add(self._offsets, swa_firsts.unsqueeze(1))
@@ -298,6 +308,9 @@ class HybridAllocator(BaseTokenToKVPoolAllocator):
         self, full_pages: torch.Tensor, place: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Unmap the pages; `_peer_entries` of before, written into `place` if one is given."""
+        if self._kernels is not None:
+            firsts = full_pages if self.page_size == 1 else full_pages * self.page_size
+            return self._detach_firsts(firsts, None, place)
         if place is None:
             place = self._peer_entries(full_pages)
         else:
@@ -305,14 +318,42 @@ class HybridAllocator(BaseTokenToKVPoolAllocator):
         self._clear_pages(full_pages)
         return place
 
-    def _give_peers(self, full_pages: torch.Tensor, num_pages: int) -> None:
-        """Unmap so many pages and give their peers to the SWA side; here no group is open."""
+    def _detach_firsts(
+        self,
+        firsts: torch.Tensor,
+        full_place: torch.Tensor | None,
+        swa_place: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """`_detach_peers` of the pages of these slots, whose ids go to `full_place` if given."""
+        if self._kernels is None:
+            if full_place is not None:
+                self.full_attn_allocator.write_entries(firsts, full_place)
+            elif self.page_size > 1:
+                full_place = firsts // self.page_size
+            return self._detach_peers(firsts if full_place is None else full_place, swa_place)
+        if swa_place is None:
+            swa_place = torch.empty_like(firsts, memory_format=torch.contiguous_format)
+        if full_place is None:
+            self._kernels.release_peers(firsts, swa_firsts=swa_place, **self._mapped)
+        else:
+            self._kernels.release(
+                firsts, full_pages=full_place, swa_firsts=swa_place, **self._mapped
+            )
+        return swa_place
+
+    def _give_peers(
+        self, firsts: torch.Tensor, num_pages: int, full_place: torch.Tensor | None = None
+    ) -> None:
+        """Unmap so many pages, by a slot of each, and give their peers to the SWA side.
+
+        Here no group is open. See `_detach_firsts` for `full_place`.
+        """
         swa = self.swa_attn_allocator
         if swa.ledger is not None or swa.free_group_is_open or self._may_miss_peers():
-            swa.give_entries(self._detach_peers(full_pages))
+            swa.give_entries(self._detach_firsts(firsts, full_place, None))
         else:
-            entries = self._detach_peers(full_pages, swa.free_list.place(num_pages))
-            swa.commit(num_pages, entries)
+            place = swa.free_list.place(num_pages)
+            swa.commit(num_pages, self._detach_firsts(firsts, full_place, place))
 
     def _may_miss_peers(self) -> bool:
         """Whether some full page on loan may have no peer."""

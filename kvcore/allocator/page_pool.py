@@ -307,9 +307,10 @@ class PagePool(BaseTokenToKVPoolAllocator):
 
     def queue_rows(self, indices: list[torch.Tensor], queue: PendingFrees) -> None:
         """Queue page-aligned pieces of a row, in a tensor of our own unless the group is owned."""
-        if self._group_owned and self.page_size > 1:
+        if self.page_size > 1 and (self._group_owned or self._kernels is not None):
+            # One launch of a kernel divides them all; so does one operation of torch at the end.
             for index in indices:
-                queue.add_row(index)
+                queue.add_row(index if self._group_owned else self._own_copy(index))
             return
         pages = self.firsts_of(indices)
         if self.page_size > 1:

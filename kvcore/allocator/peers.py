@@ -47,13 +47,12 @@ class PeerReleasingAllocator(HybridAllocator):
         if full.free_group_is_open:
             # Somebody went to the side directly.
             pages = firsts // self.page_size
-            self._give_peers(pages, firsts.numel())
+            self._give_peers(firsts, firsts.numel())
             full.give_pages(pages)
             return
         count = firsts.numel()
         place = full.free_list.place(count)
-        full.write_entries(firsts, place)
-        self._give_peers(place, count)
+        self._give_peers(firsts, count, place)
         full.commit(count, place)
 
     def _free_set(self, slots: torch.Tensor) -> None:
@@ -62,7 +61,7 @@ class PeerReleasingAllocator(HybridAllocator):
         if full.ledger is not None:
             pages = full.pages_of(slots)
             full.require_place_for(pages.numel())
-            self._give_peers(pages, pages.numel())
+            self.swa_attn_allocator.give_entries(self._detach_peers(pages))
             full.give_pages(pages)
             return
         pages = full.touched_pages(slots)
@@ -144,9 +143,7 @@ class PeerReleasingAllocator(HybridAllocator):
                 self._guard.mark_queued(torch.cat(indices))
             full.queue_rows(indices, self._queued_peers)
         else:
-            firsts = full.firsts_of(indices)
-            pages = firsts if self.page_size == 1 else firsts // self.page_size
-            self._give_peers(pages, count)
+            self._give_peers(full.firsts_of(indices), count)
         self._unpaired += count
 
     def return_full_segments(self, operation: str, segments: Iterable[Segment]) -> None:
@@ -219,8 +216,11 @@ class PeerReleasingAllocator(HybridAllocator):
         may_miss = self._may_miss_peers()
         full_place = full.free_list.place(num_pages)
         swa_place = None if may_miss else swa.free_list.place(num_pages)
-        full.pending.write(full_place)
-        entries = self._detach_peers(full_place, swa_place)
+        if self._kernels is not None and (firsts := full.pending.firsts()) is not None:
+            entries = self._detach_firsts(firsts, full_place, swa_place)
+        else:
+            full.pending.write(full_place)
+            entries = self._detach_peers(full_place, swa_place)
         # Nothing can fail from here on; before, the group is still open.
         full.drop_group()
         swa.drop_group()

@@ -93,6 +93,12 @@ class PendingFrees:
             return torch.cat(self._rows)[::size]
         return torch.cat([row[::size] for row in self._rows])
 
+    def firsts(self) -> torch.Tensor | None:
+        """A slot of each of the pages, int64 `[num_pages]`; None where not all are in one kind."""
+        if self._page_size == 1 and not self._rows:
+            return self._pages[0] if len(self._pages) == 1 else torch.cat(self._pages)
+        return None if self._pages else self._one_slot_a_page()
+
     def counted_pages(self) -> torch.Tensor:
         """The ids of pages and rows: int64 `[num_pages]`."""
         if not self._rows and len(self._pages) == 1:

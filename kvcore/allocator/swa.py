@@ -20,9 +20,10 @@ from kvcore.allocator.hybrid import HybridPoolSize
 from kvcore.allocator.peers import PeerReleasingAllocator
 from kvcore.allocator.single import SlotsOf
 from kvcore.errors import GeometryError
+from kvcore.kernels import SlotKernels
 
-Pairing: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
-"""Writes of the mapping for slots lent by fresh full pages and the first slots of SWA pages."""
+Lending: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Pairs fresh full pages with SWA pages, given by their first slots; what a caller gets: slots."""
 
 
 class SWATokenToKVPoolAllocator(PeerReleasingAllocator):
@@ -59,7 +60,17 @@ class SWATokenToKVPoolAllocator(PeerReleasingAllocator):
     def alloc(self, need_size: int) -> torch.Tensor | None:
         """Lend whole pages with peers; see the base class."""
         num_pages = whole_pages("alloc", need_size, self.page_size)
-        return self.lend(num_pages, self.full_attn_allocator.slots_of)
+        kernels = self._kernels_at_once()
+        if kernels is None or num_pages == 0:
+            return self.lend(num_pages, self.full_attn_allocator.slots_of)
+        return self._lend_sides(num_pages, num_pages, partial(kernels.lend, **self._mapped))
+
+    def _kernels_at_once(self) -> SlotKernels | None:
+        """The kernels that compute slots and write the mapping in one launch, if that may be.
+
+        In a group, queued peers are captured in between; single slots need no computation.
+        """
+        return None if self._group_open or self.page_size == 1 else self._kernels
 
     def alloc_extend(
         self,
@@ -106,8 +117,13 @@ class SWATokenToKVPoolAllocator(PeerReleasingAllocator):
 
     def lend_batch(self, batch: ExtendBatch | DecodeBatch) -> torch.Tensor | None:
         """The new tokens of each row of a batch whose values have been checked, with peers."""
+        num_pages = batch.num_new_pages(self.page_size)
+        kernels = self._kernels_at_once()
+        if kernels is not None and num_pages > 0 and isinstance(batch, DecodeBatch):
+            make = partial(kernels.decode_paired, batch.seq_lens, batch.last_loc, **self._mapped)
+            return self._lend_sides(num_pages, num_pages, make)
         slots_of = partial(batch.slots, page_size=self.page_size, kernels=self._kernels)
-        return self.lend(batch.num_new_pages(self.page_size), slots_of)
+        return self.lend(num_pages, slots_of)
 
     def lend(self, num_pages: int, slots_of: SlotsOf) -> torch.Tensor | None:
         """What `slots_of` says of fresh full pages with peers; None if a side lacks them.
@@ -116,28 +132,26 @@ class SWATokenToKVPoolAllocator(PeerReleasingAllocator):
         """
         if num_pages == 0:
             return slots_of(self._no_pages())
-        return self._lend_sides(num_pages, num_pages, slots_of, self._pair_pages)
 
-    def _pair_pages(
-        self, slots: torch.Tensor, full_pages: torch.Tensor, swa_firsts: torch.Tensor
-    ) -> None:
-        self._map_pages(full_pages, swa_firsts)
+        def make(full_pages: torch.Tensor, swa_firsts: torch.Tensor) -> torch.Tensor:
+            slots = slots_of(full_pages)
+            if self._group_open:
+                self._capture_queued_peers()
+            self._map_pages(full_pages, swa_firsts)
+            return slots
 
-    def _lend_sides(
-        self, num_full: int, num_swa: int, slots_of: SlotsOf, pair: Pairing
-    ) -> torch.Tensor | None:
-        """Pages of both sides or of neither, paired by `pair`; what `slots_of` says of the full."""
+        return self._lend_sides(num_pages, num_pages, make)
+
+    def _lend_sides(self, num_full: int, num_swa: int, make: Lending) -> torch.Tensor | None:
+        """Pages of both sides or of neither, paired by `make`; what it answers."""
         full, swa = self.full_attn_allocator.free_list, self.swa_attn_allocator.free_list
         if not (full.has_room(num_full) and swa.has_room(num_swa)):
             return None
         positions = (full.position(), swa.position()) if self.need_sort else None
         try:
             full_pages, swa_firsts = full.front(num_full), swa.front(num_swa)
-            slots = slots_of(full_pages)
-            if self._group_open:
-                self._capture_queued_peers()
             try:
-                pair(slots, full_pages, swa_firsts)
+                slots = make(full_pages, swa_firsts)
             except BaseException:
                 self._clear_pages(full_pages)
                 raise
@@ -196,11 +210,17 @@ class SWATokenToKVPoolAllocator(PeerReleasingAllocator):
         tail.require_aligned(operation, self.page_size)
         if self.full_attn_allocator.ledger is not None:
             self.full_attn_allocator.ledger.require_batch(batch)
+        slots_of = partial(batch.slots, page_size=self.page_size, kernels=self._kernels)
+
+        def make(full_pages: torch.Tensor, swa_firsts: torch.Tensor) -> torch.Tensor:
+            slots = slots_of(full_pages)
+            if self._group_open:
+                self._capture_queued_peers()
+            self._pair_tail(batch, tail, slots, full_pages, swa_firsts)
+            return slots
+
         return self._lend_sides(
-            batch.num_new_pages(self.page_size),
-            tail.num_pages(self.page_size),
-            partial(batch.slots, page_size=self.page_size, kernels=self._kernels),
-            partial(self._pair_tail, batch, tail),
+            batch.num_new_pages(self.page_size), tail.num_pages(self.page_size), make
         )
 
     def _pair_tail(

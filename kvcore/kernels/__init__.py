@@ -1,7 +1,8 @@
-"""Kernels that compute the slots of a batch in one launch, where the device has them.
+"""Kernels that compute the slots of a batch, or lend pages and take them back together with their
+peers, in one launch each, where the device has them.
 
-Left out: the same computation in torch, which every device has (`kvcore.allocator.batch`), and the
-pages that the slots come from.
+Left out: the same computations in torch, which every device has (`kvcore.allocator`), and which
+pages are lent.
 """
 
 import os
@@ -15,10 +16,18 @@ TORCH, TRITON = "torch", "triton"
 
 
 class SlotKernels(Protocol):
-    """Slots of the new tokens of a batch: one launch, nothing allocated but the answer.
+    """Slots of a batch's new tokens, and full pages with their SWA peers.
 
-    All vectors are int64 on one device, of any stride. No kernel reads beyond a vector or writes
-    beyond the answer, whatever the values.
+    Each call is one launch, of nothing where there is nothing to do, waits for no device value, and
+    allocates nothing but the answer. All vectors are int64 on one device; what is read has any
+    stride, what is written is contiguous. A page's peer is named by its first SWA slot.
+
+    `mapping` is the SWA slot of each full slot, 0 for none, contiguous, page by page from the
+    padding page 0 on: `[rows * page_size + rest + 1]`, of which the rest and the last entry, the
+    sentinel -1, belong to no page.
+
+    No kernel reads beyond a vector or writes outside the answer, the given vectors and the rows of
+    `mapping`, whatever the values. Of vectors that should be equally long, the shortest counts.
     """
 
     def extend_slots(
@@ -51,6 +60,77 @@ class SlotKernels(Protocol):
         page_size: int,
     ) -> torch.Tensor:
         """Slot of the last token of each row: `[batch]`; see `extend_slots`."""
+
+    def decode_paired(
+        self,
+        seq_lens: torch.Tensor,
+        last_loc: torch.Tensor,
+        full_pages: torch.Tensor,
+        swa_firsts: torch.Tensor,
+        mapping: torch.Tensor,
+        *,
+        page_size: int,
+    ) -> torch.Tensor:
+        """`decode_slots` with `full_pages` as the new pages, and their `map_pages`."""
+
+    def lend(
+        self,
+        full_pages: torch.Tensor,
+        swa_firsts: torch.Tensor,
+        mapping: torch.Tensor,
+        *,
+        page_size: int,
+    ) -> torch.Tensor:
+        """All slots of the pages, page by page, `[n * page_size]`, and their `map_pages`."""
+
+    def map_pages(
+        self,
+        full_pages: torch.Tensor,
+        swa_firsts: torch.Tensor,
+        mapping: torch.Tensor,
+        *,
+        page_size: int,
+    ) -> None:
+        """Pair whole pages: every slot of a page is mapped to the slot of its peer as far in.
+
+        The padding page, and what is no page of the mapping, gets no peer.
+
+        Args:
+            full_pages: pages, `[n]`, each once.
+            swa_firsts: first slot of each one's peer, `[n]`.
+            mapping: see above.
+            page_size: slots a page.
+        """
+
+    def release(
+        self,
+        slots: torch.Tensor,
+        mapping: torch.Tensor,
+        *,
+        page_size: int,
+        full_pages: torch.Tensor,
+        swa_firsts: torch.Tensor,
+    ) -> None:
+        """Unmap whole pages; write which they are, and their peers.
+
+        Args:
+            slots: a slot of each page, `[n]`, each page once.
+            mapping: see above; all entries of the pages become 0.
+            page_size: slots a page.
+            full_pages: gets the page of each slot, `[n]`.
+            swa_firsts: gets the SWA slot of each page's first slot, `[n]`; 0 where it has none, or
+                the page is none of the mapping.
+        """
+
+    def release_peers(
+        self,
+        slots: torch.Tensor,
+        mapping: torch.Tensor,
+        *,
+        page_size: int,
+        swa_firsts: torch.Tensor,
+    ) -> None:
+        """`release` where the full pages stay lent."""
 
 
 def kernels_for(device: torch.device, choice: str | None = None) -> SlotKernels | None:

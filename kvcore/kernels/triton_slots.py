@@ -1,4 +1,4 @@
-"""Triton kernels for the slots of extend and decode batches.
+"""Triton kernels for the slots of extend and decode batches, and the launches of all kernels.
 
 Every program adds up for itself what the rows before its own take, so one launch does it all and
 nothing is kept in between:
@@ -6,20 +6,27 @@ nothing is kept in between:
     extend   a program places a block of the batch's tokens; a token finds its row, and the tokens
              and pages before that row, by adding up the rows that end at or before it
     decode   a program places a block of rows; a row finds its page by counting the rows before it
-             that begin one too
+             that begin one too; where a mapping is given, further programs pair the new pages
 
 Loads and stores are masked by the lengths of what they touch, so lengths or pages that do not fit
 each other give wrong slots, and never an access outside a tensor.
 
-Left out: the same computation in torch (`kvcore.allocator.batch`), which is the reference.
+Left out: the same computation in torch (`kvcore.allocator.batch`), which is the reference; the
+kernels that know pages alone (`kvcore.kernels.triton_pools`).
 """
 
 import torch
 import triton
 import triton.language as tl
 
+from kvcore.kernels.triton_pools import lend_kernel, release_kernel, write_rows
 
-@triton.jit
+
+@triton.jit(
+    # Each would otherwise be compiled again for 1, for multiples of 16, and where a view starts.
+    do_not_specialize=["num_tokens", "num_rows", "num_pages"],
+    do_not_specialize_on_alignment=["new_pages"],
+)
 def _extend_kernel(
     slots: tl.tensor,
     prefix_lens: tl.tensor,
@@ -37,6 +44,11 @@ def _extend_kernel(
     row_block: tl.constexpr,
     token_block: tl.constexpr,
 ) -> None:
+    """Slots of the tokens of all rows, in one launch.
+
+    Each program reads the lengths of all rows, 16 bytes a row; for each of its tokens it reads the
+    row's prefix, last slot and new page, 24 bytes, and writes 8.
+    """
     token = tl.program_id(0).to(tl.int64) * token_block + tl.arange(0, token_block)
     placed = token < num_tokens
     # Of the rows that end at or before each token: how many, their tokens, their new pages.
@@ -71,7 +83,10 @@ def _extend_kernel(
     tl.store(slots + token, tl.where(begins, fresh, continued), mask=placed)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["num_rows", "num_row_programs", "num_pages", "num_paired", "num_mapped"],
+    do_not_specialize_on_alignment=["new_pages", "swa_firsts", "swa_stride"],
+)
 def _decode_kernel(
     slots: tl.tensor,
     seq_lens: tl.tensor,
@@ -80,27 +95,59 @@ def _decode_kernel(
     last_stride: tl.tensor,
     new_pages: tl.tensor,
     page_stride: tl.tensor,
+    swa_firsts: tl.tensor | None,
+    swa_stride: tl.tensor,
+    mapping: tl.tensor | None,
     num_rows: tl.tensor,
+    num_row_programs: tl.tensor,
     num_pages: tl.tensor,
+    num_paired: tl.tensor,
+    num_mapped: tl.tensor,
     page_size: tl.constexpr,
     row_block: tl.constexpr,
+    page_block: tl.constexpr,
+    entry_block: tl.constexpr,
 ) -> None:
-    first = tl.program_id(0).to(tl.int64) * row_block
-    lane = tl.arange(0, row_block)
-    begun = tl.full((row_block,), 0, tl.int64)
-    for start in range(0, first, row_block):
-        # Blocks before this program's are full: no mask.
-        length = tl.load(seq_lens + (start + lane) * seq_stride)
-        begun += ((length - 1) % page_size == 0).to(tl.int64)
-    row = first + lane
-    placed = row < num_rows
-    length = tl.load(seq_lens + row * seq_stride, mask=placed, other=0)
-    begins = placed & ((length - 1) % page_size == 0)
-    rank = tl.sum(begun) + tl.cumsum(begins.to(tl.int64)) - 1
-    readable = begins & (rank < num_pages)
-    page = tl.load(new_pages + rank * page_stride, mask=readable, other=0)
-    last = tl.load(last_loc + row * last_stride, mask=placed, other=0)
-    tl.store(slots + row, tl.where(begins, page * page_size, last + 1), mask=placed)
+    """Slot of each row's last token, and where `mapping` is given the rows of the new pages, in one
+    launch.
+
+    A program of rows reads the lengths up to its last row, 8 bytes a row; for each of its rows it
+    reads the last slot and the new page, 16 bytes, and writes 8. Programs of pages touch what
+    `kvcore.kernels.triton_pools.lend_kernel` touches without an answer.
+    """
+    program = tl.program_id(0)
+    if program < num_row_programs:
+        first = program.to(tl.int64) * row_block
+        lane = tl.arange(0, row_block)
+        begun = tl.full((row_block,), 0, tl.int64)
+        for start in range(0, first, row_block):
+            # Blocks before this program's are full: no mask.
+            length = tl.load(seq_lens + (start + lane) * seq_stride)
+            begun += ((length - 1) % page_size == 0).to(tl.int64)
+        row = first + lane
+        placed = row < num_rows
+        length = tl.load(seq_lens + row * seq_stride, mask=placed, other=0)
+        begins = placed & ((length - 1) % page_size == 0)
+        rank = tl.sum(begun) + tl.cumsum(begins.to(tl.int64)) - 1
+        readable = begins & (rank < num_pages)
+        page = tl.load(new_pages + rank * page_stride, mask=readable, other=0)
+        last = tl.load(last_loc + row * last_stride, mask=placed, other=0)
+        tl.store(slots + row, tl.where(begins, page * page_size, last + 1), mask=placed)
+    elif mapping is not None:
+        write_rows(
+            program - num_row_programs,
+            None,
+            new_pages,
+            page_stride,
+            swa_firsts,
+            swa_stride,
+            mapping,
+            num_paired,
+            num_mapped,
+            page_size,
+            page_block,
+            entry_block,
+        )
 
 
 INTERPRETED = not isinstance(_extend_kernel, triton.JITFunction)
@@ -108,20 +155,27 @@ INTERPRETED = not isinstance(_extend_kernel, triton.JITFunction)
 
 
 class TritonSlots:
-    """`kvcore.kernels.SlotKernels` by Triton.
+    """`kvcore.kernels.SlotKernels` by Triton; each argument is a power of 2.
 
     Args:
-        row_block: rows of an extend that a program adds up at a time, a power of 2.
-        token_block: tokens of an extend that a program places, a power of 2.
-        decode_block: rows of a decode that a program places, a power of 2.
+        row_block: rows of an extend that a program adds up at a time.
+        token_block: tokens of an extend that a program places.
+        decode_block: rows of a decode that a program places.
+        entry_block: entries of the mapping that a program reads or writes at a time; the rows of
+            several pages where they are shorter.
     """
 
     def __init__(
-        self, row_block: int = 16, token_block: int = 256, decode_block: int = 256
+        self,
+        row_block: int = 16,
+        token_block: int = 256,
+        decode_block: int = 256,
+        entry_block: int = 1024,
     ) -> None:
         self._row_block = row_block
         self._token_block = token_block
         self._decode_block = decode_block
+        self._entry_block = entry_block
 
     def extend_slots(
         self,
@@ -167,11 +221,43 @@ class TritonSlots:
         page_size: int,
     ) -> torch.Tensor:
         """See the protocol."""
+        return self._decode(seq_lens, last_loc, new_pages, None, None, page_size)
+
+    def decode_paired(
+        self,
+        seq_lens: torch.Tensor,
+        last_loc: torch.Tensor,
+        full_pages: torch.Tensor,
+        swa_firsts: torch.Tensor,
+        mapping: torch.Tensor,
+        *,
+        page_size: int,
+    ) -> torch.Tensor:
+        """See the protocol."""
+        return self._decode(seq_lens, last_loc, full_pages, swa_firsts, mapping, page_size)
+
+    def _decode(
+        self,
+        seq_lens: torch.Tensor,
+        last_loc: torch.Tensor,
+        new_pages: torch.Tensor,
+        swa_firsts: torch.Tensor | None,
+        mapping: torch.Tensor | None,
+        page_size: int,
+    ) -> torch.Tensor:
         slots = self._answer(seq_lens.numel(), new_pages.device)
-        if slots.numel() == 0:
+        row_programs = triton.cdiv(slots.numel(), self._decode_block)
+        page_block, entry_block = self._tile(page_size)
+        swa_stride = num_paired = num_mapped = 0
+        if swa_firsts is not None and mapping is not None:
+            swa_stride = swa_firsts.stride(0)
+            num_paired = min(new_pages.numel(), swa_firsts.numel())
+            num_mapped = _num_rows(mapping, page_size)
+        programs = row_programs + triton.cdiv(num_paired, page_block)
+        if programs == 0:
             return slots
         with torch.cuda.device_of(slots):
-            _decode_kernel[(triton.cdiv(slots.numel(), self._decode_block),)](
+            _decode_kernel[(programs,)](
                 slots,
                 seq_lens,
                 seq_lens.stride(0),
@@ -179,14 +265,135 @@ class TritonSlots:
                 last_loc.stride(0),
                 new_pages,
                 new_pages.stride(0),
+                swa_firsts,
+                swa_stride,
+                mapping,
                 slots.numel(),
+                row_programs,
                 new_pages.numel(),
+                num_paired,
+                num_mapped,
                 page_size=page_size,
                 row_block=self._decode_block,
+                page_block=page_block,
+                entry_block=entry_block,
             )
         return slots
+
+    def lend(
+        self,
+        full_pages: torch.Tensor,
+        swa_firsts: torch.Tensor,
+        mapping: torch.Tensor,
+        *,
+        page_size: int,
+    ) -> torch.Tensor:
+        """See the protocol."""
+        num_pages = min(full_pages.numel(), swa_firsts.numel())
+        slots = self._answer(num_pages * page_size, mapping.device)
+        self._pair(slots, full_pages, swa_firsts, mapping, page_size)
+        return slots
+
+    def map_pages(
+        self,
+        full_pages: torch.Tensor,
+        swa_firsts: torch.Tensor,
+        mapping: torch.Tensor,
+        *,
+        page_size: int,
+    ) -> None:
+        """See the protocol."""
+        self._pair(None, full_pages, swa_firsts, mapping, page_size)
+
+    def _pair(
+        self,
+        answer: torch.Tensor | None,
+        full_pages: torch.Tensor,
+        swa_firsts: torch.Tensor,
+        mapping: torch.Tensor,
+        page_size: int,
+    ) -> None:
+        num_pages = min(full_pages.numel(), swa_firsts.numel())
+        if num_pages == 0:
+            return
+        page_block, entry_block = self._tile(page_size)
+        with torch.cuda.device_of(mapping):
+            lend_kernel[(triton.cdiv(num_pages, page_block),)](
+                answer,
+                full_pages,
+                full_pages.stride(0),
+                swa_firsts,
+                swa_firsts.stride(0),
+                mapping,
+                num_pages,
+                _num_rows(mapping, page_size),
+                page_size=page_size,
+                page_block=page_block,
+                entry_block=entry_block,
+            )
+
+    def release(
+        self,
+        slots: torch.Tensor,
+        mapping: torch.Tensor,
+        *,
+        page_size: int,
+        full_pages: torch.Tensor,
+        swa_firsts: torch.Tensor,
+    ) -> None:
+        """See the protocol."""
+        num_pages = min(slots.numel(), full_pages.numel(), swa_firsts.numel())
+        self._release(slots, mapping, full_pages, swa_firsts, num_pages, page_size)
+
+    def release_peers(
+        self,
+        slots: torch.Tensor,
+        mapping: torch.Tensor,
+        *,
+        page_size: int,
+        swa_firsts: torch.Tensor,
+    ) -> None:
+        """See the protocol."""
+        num_pages = min(slots.numel(), swa_firsts.numel())
+        self._release(slots, mapping, None, swa_firsts, num_pages, page_size)
+
+    def _release(
+        self,
+        slots: torch.Tensor,
+        mapping: torch.Tensor,
+        full_pages: torch.Tensor | None,
+        swa_firsts: torch.Tensor,
+        num_pages: int,
+        page_size: int,
+    ) -> None:
+        if num_pages == 0:
+            return
+        page_block, entry_block = self._tile(page_size)
+        with torch.cuda.device_of(mapping):
+            release_kernel[(triton.cdiv(num_pages, page_block),)](
+                slots,
+                slots.stride(0),
+                mapping,
+                full_pages,
+                swa_firsts,
+                num_pages,
+                _num_rows(mapping, page_size),
+                page_size=page_size,
+                page_block=page_block,
+                entry_block=entry_block,
+            )
+
+    def _tile(self, page_size: int) -> tuple[int, int]:
+        """Pages that a program handles, and entries of each that it handles at a time."""
+        width: int = min(triton.next_power_of_2(page_size), self._entry_block)
+        return self._entry_block // width, width
 
     @staticmethod
     def _answer(count: int, device: torch.device) -> torch.Tensor:
         """Where a kernel writes: everything that a call allocates."""
         return torch.empty(count, dtype=torch.int64, device=device)
+
+
+def _num_rows(mapping: torch.Tensor, page_size: int) -> int:
+    """Whole rows of the mapping, the padding page's included, before its sentinel."""
+    return (mapping.numel() - 1) // page_size
