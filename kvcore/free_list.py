@@ -24,11 +24,16 @@ Left out: who owns a page that is not free, and free groups (`kvcore.allocator`)
 """
 
 from abc import ABC, abstractmethod
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvcore.errors import DoubleFreeError, GeometryError
+
+Ids: TypeAlias = npt.NDArray[np.int64]
+"""Entries on the host, `[n]`."""
 
 
 class Position(NamedTuple):
@@ -63,6 +68,8 @@ class FreeList(ABC):
         self._released = torch.empty(
             num_pages if need_sort else 0, dtype=torch.int64, device=device
         )
+        if device.type == "cpu":
+            self._host_released: Ids = self._released.numpy()
         self._with_gaps: list[torch.Tensor]
         self._with_other_gaps: list[torch.Tensor]
         self._gaps_closed: int
@@ -77,8 +84,8 @@ class FreeList(ABC):
         """Where the first of `num_pages` goes in a new store."""
 
     @abstractmethod
-    def _place(self, num_pages: int) -> torch.Tensor:
-        """`place` without `need_sort`."""
+    def _place(self, num_pages: int) -> int:
+        """Where in the store the next pages go, without `need_sort`."""
 
     @abstractmethod
     def _commit(self, num_pages: int) -> None:
@@ -120,7 +127,7 @@ class FreeList(ABC):
             return found
         entries: list[int] = self._host_store[self._head : self._end].tolist()
         if self._num_released:
-            entries += self._released.numpy()[: self._num_released].tolist()
+            entries += self._host_released[: self._num_released].tolist()
         return entries if self.unit == 1 else [entry // self.unit for entry in entries]
 
     def reset(self) -> None:
@@ -141,7 +148,7 @@ class FreeList(ABC):
         self._store = store
         self._head, self._end = start, start + num_pages
         if self._device.type == "cpu":
-            self._host_store = store.numpy()
+            self._host_store: Ids = store.numpy()
 
     # -- taking --------------------------------------------------------------------------------
 
@@ -161,12 +168,20 @@ class FreeList(ABC):
             GeometryError: there are not that many; ask `has_room` first.
         """
         if num_pages > self._end - self._head:
-            if not self.has_room(num_pages):
-                raise GeometryError(
-                    f"take of {num_pages} pages, but only {self.num_pages} are free"
-                )
-            self.merge_and_sort()
+            self._bring_forward(num_pages)
         return self._store[self._head : self._head + num_pages]
+
+    def host_front(self, num_pages: int) -> Ids:
+        """`front` of a list on a CPU, as numpy."""
+        if num_pages > self._end - self._head:
+            self._bring_forward(num_pages)
+        return self._host_store[self._head : self._head + num_pages]
+
+    def _bring_forward(self, num_pages: int) -> None:
+        """Have so many pages in the store."""
+        if not self.has_room(num_pages):
+            raise GeometryError(f"take of {num_pages} pages, but only {self.num_pages} are free")
+        self.merge_and_sort()
 
     def advance(self, num_pages: int) -> None:
         """Take what `front(num_pages)` showed."""
@@ -207,7 +222,16 @@ class FreeList(ABC):
         self.require_place_for(num_pages)
         if self._need_sort:
             return self._released[self._num_released : self._num_released + num_pages]
-        return self._place(num_pages)
+        start = self._place(num_pages)
+        return self._store[start : start + num_pages]
+
+    def host_place(self, num_pages: int) -> Ids:
+        """`place` of a list on a CPU, as numpy."""
+        self.require_place_for(num_pages)
+        if self._need_sort:
+            return self._host_released[self._num_released : self._num_released + num_pages]
+        start = self._place(num_pages)
+        return self._host_store[start : start + num_pages]
 
     def commit(self, num_pages: int) -> None:
         """What was written into `place(num_pages)` is free."""
@@ -304,10 +328,10 @@ class SlotLog(FreeList):
     def _start(self, num_pages: int) -> int:
         return 0
 
-    def _place(self, num_pages: int) -> torch.Tensor:
+    def _place(self, num_pages: int) -> int:
         if self._end + num_pages > 2 * self._capacity:
             self._move()
-        return self._store[self._end : self._end + num_pages]
+        return self._end
 
     def _commit(self, num_pages: int) -> None:
         self._end += num_pages
@@ -329,8 +353,8 @@ class PageStack(FreeList):
     def _start(self, num_pages: int) -> int:
         return self._capacity - num_pages
 
-    def _place(self, num_pages: int) -> torch.Tensor:
-        return self._store[self._head - num_pages : self._head]
+    def _place(self, num_pages: int) -> int:
+        return self._head - num_pages
 
     def _commit(self, num_pages: int) -> None:
         self._head -= num_pages

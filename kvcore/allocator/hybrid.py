@@ -28,11 +28,14 @@ import torch
 from kvcore.allocator.arguments import Segment, as_locations, as_segments, pool_pages
 from kvcore.allocator.base import BaseTokenToKVPoolAllocator
 from kvcore.allocator.batch import DecodeBatch, ExtendBatch
+from kvcore.allocator.host_rows import HostRows
 from kvcore.allocator.ownership import PeerGuard
 from kvcore.allocator.paged import PagedTokenToKVPoolAllocator
 from kvcore.allocator.pending import PendingFrees
 from kvcore.allocator.single import SinglePoolAllocator
 from kvcore.allocator.token import TokenToKVPoolAllocator
+from kvcore.free_list import FreeList
+from kvcore.kernels import chosen_kernels
 
 
 class HybridPool(Protocol):
@@ -166,8 +169,15 @@ class HybridAllocator(BaseTokenToKVPoolAllocator):
         )
         self._first_entries = self._page_rows[:, 0]
         self._mapped = _Mapped(mapping=self.full_to_swa_index_mapping, page_size=self.page_size)
+        self._host = self._make_host_rows(num_rows)
         self._drop_queued_peers()
         self._unpaired = 0
+
+    def _make_host_rows(self, num_rows: int) -> HostRows | None:
+        """The mapping by numpy, where it is on a CPU and nobody asked for anything else."""
+        if self._index_device.type != "cpu" or self._kernels is not None or chosen_kernels():
+            return None
+        return HostRows(self.full_to_swa_index_mapping, num_rows, self.page_size)
 
     def _drop_queued_peers(self) -> None:
         """No peer is freed by the open group alone, without its full page."""
@@ -295,6 +305,8 @@ class HybridAllocator(BaseTokenToKVPoolAllocator):
         """Pair full pages with the SWA pages of these first slots; both int64 `[n]`."""
         if self._kernels is not None:
             self._kernels.map_pages(full_pages, swa_firsts, **self._mapped)
+        elif self._host is not None:
+            self._host.pair(full_pages.numpy(), swa_firsts.numpy())
         elif self.page_size == 1:
             self.full_to_swa_index_mapping.put_(full_pages, swa_firsts)
         else:
@@ -311,6 +323,9 @@ class HybridAllocator(BaseTokenToKVPoolAllocator):
         if self._kernels is not None:
             firsts = full_pages if self.page_size == 1 else full_pages * self.page_size
             return self._detach_firsts(firsts, None, place)
+        if self._host is not None:
+            entries = torch.from_numpy(self._host.detach(full_pages.numpy()))
+            return entries if place is None else place.copy_(entries)
         if place is None:
             place = self._peer_entries(full_pages)
         else:
@@ -342,18 +357,31 @@ class HybridAllocator(BaseTokenToKVPoolAllocator):
         return swa_place
 
     def _give_peers(
-        self, firsts: torch.Tensor, num_pages: int, full_place: torch.Tensor | None = None
+        self, firsts: torch.Tensor, num_pages: int, full: FreeList | None = None
     ) -> None:
         """Unmap so many pages, by a slot of each, and give their peers to the SWA side.
 
-        Here no group is open. See `_detach_firsts` for `full_place`.
+        Here no group is open. The ids of the pages are written where they belong in `full`, if it
+        is given, but not committed.
         """
         swa = self.swa_attn_allocator
-        if swa.ledger is not None or swa.free_group_is_open or self._may_miss_peers():
+        aside = swa.ledger is not None or swa.free_group_is_open or self._may_miss_peers()
+        if self._host is not None:
+            pages = self._host.pages_of(firsts)
+            if full is not None:
+                full.host_place(num_pages)[:] = pages
+            if aside:
+                swa.give_entries(torch.from_numpy(self._host.detach(pages)))
+            else:
+                swa.free_list.host_place(num_pages)[:] = self._host.detach(pages)
+                swa.commit(num_pages)
+            return
+        full_place = None if full is None else full.place(num_pages)
+        if aside:
             swa.give_entries(self._detach_firsts(firsts, full_place, None))
         else:
-            place = swa.free_list.place(num_pages)
-            swa.commit(num_pages, self._detach_firsts(firsts, full_place, place))
+            self._detach_firsts(firsts, full_place, swa.free_list.place(num_pages))
+            swa.commit(num_pages)
 
     def _may_miss_peers(self) -> bool:
         """Whether some full page on loan may have no peer."""

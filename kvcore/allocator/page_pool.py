@@ -240,7 +240,7 @@ class PagePool(BaseTokenToKVPoolAllocator):
             return
         place = self.free_list.place(firsts.numel())
         self.write_entries(firsts, place)
-        self.commit(firsts.numel(), place)
+        self.commit(firsts.numel())
 
     def write_entries(self, firsts: torch.Tensor, place: torch.Tensor) -> None:
         """Write what the free list keeps of the pages of these slots into `place`, int64 `[n]`."""
@@ -251,11 +251,11 @@ class PagePool(BaseTokenToKVPoolAllocator):
             if self._unit > 1:
                 place.mul_(self._unit)
 
-    def commit(self, num_pages: int, place: torch.Tensor) -> None:
+    def commit(self, num_pages: int) -> None:
         """What was written into the free list's `place(num_pages)` is free."""
-        self.free_list.commit(num_pages)
         if self.ledger is not None:
-            self.ledger.mark(place // self._unit, FREE)
+            self.ledger.mark(self.free_list.place(num_pages) // self._unit, FREE)
+        self.free_list.commit(num_pages)
 
     def give_pages(self, pages: torch.Tensor) -> None:
         """Return distinct pages, now or at the end of the open group, which keeps the tensor."""
@@ -364,7 +364,7 @@ class PagePool(BaseTokenToKVPoolAllocator):
         uncounted = None if queue.is_counted else queue.uncounted_entries(self._unit)
         self.drop_group()
         if place is not None:
-            self.commit(place.numel(), place)
+            self.commit(place.numel())
         if uncounted is not None:
             self.give_entries(uncounted, counted=queue.gaps_are_counted)
 

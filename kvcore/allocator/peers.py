@@ -51,9 +51,9 @@ class PeerReleasingAllocator(HybridAllocator):
             full.give_pages(pages)
             return
         count = firsts.numel()
-        place = full.free_list.place(count)
-        self._give_peers(firsts, count, place)
-        full.commit(count, place)
+        full.free_list.require_place_for(count)
+        self._give_peers(firsts, count, full.free_list)
+        full.commit(count)
 
     def _free_set(self, slots: torch.Tensor) -> None:
         """Return the pages touched and their peers, as many as they are."""
@@ -224,11 +224,11 @@ class PeerReleasingAllocator(HybridAllocator):
         # Nothing can fail from here on; before, the group is still open.
         full.drop_group()
         swa.drop_group()
-        full.commit(num_pages, full_place)
+        full.commit(num_pages)
         if may_miss:
             swa.give_entries(entries)
         else:
-            swa.commit(num_pages, entries)
+            swa.commit(num_pages)
 
     def _require_group_everywhere(self, operation: str, *, is_open: bool) -> None:
         self.require_group(operation, is_open=is_open)

@@ -16,6 +16,7 @@ from kvcore.allocator.arguments import (
     whole_pages,
 )
 from kvcore.allocator.batch import DecodeBatch, ExtendBatch, SwaTail
+from kvcore.allocator.host_rows import HostRows
 from kvcore.allocator.hybrid import HybridPoolSize
 from kvcore.allocator.peers import PeerReleasingAllocator
 from kvcore.allocator.single import SlotsOf
@@ -60,10 +61,24 @@ class SWATokenToKVPoolAllocator(PeerReleasingAllocator):
     def alloc(self, need_size: int) -> torch.Tensor | None:
         """Lend whole pages with peers; see the base class."""
         num_pages = whole_pages("alloc", need_size, self.page_size)
+        if self._host is not None and not self._group_open and not self.need_sort:
+            return self._alloc_on_host(num_pages, self._host)
         kernels = self._kernels_at_once()
         if kernels is None or num_pages == 0:
             return self.lend(num_pages, self.full_attn_allocator.slots_of)
         return self._lend_sides(num_pages, num_pages, partial(kernels.lend, **self._mapped))
+
+    def _alloc_on_host(self, num_pages: int, rows: HostRows) -> torch.Tensor | None:
+        """`alloc` by the host; outside a group, and where nothing has to be sorted."""
+        full, swa = self.full_attn_allocator, self.swa_attn_allocator
+        if not (full.free_list.has_room(num_pages) and swa.free_list.has_room(num_pages)):
+            return None
+        pages = full.free_list.host_front(num_pages)
+        slots = full.free_list.front(num_pages) if self.page_size == 1 else rows.slots_of(pages)
+        rows.pair(pages, swa.free_list.host_front(num_pages))
+        full.advance(num_pages)
+        swa.advance(num_pages)
+        return slots
 
     def _kernels_at_once(self) -> SlotKernels | None:
         """The kernels that compute slots and write the mapping in one launch, if that may be.

@@ -133,6 +133,11 @@ class SlotKernels(Protocol):
         """`release` where the full pages stay lent."""
 
 
+def chosen_kernels() -> str:
+    """What environment variable KVCORE_KERNELS says, empty if nothing."""
+    return os.environ.get("KVCORE_KERNELS", "").strip().lower()
+
+
 def kernels_for(device: torch.device, choice: str | None = None) -> SlotKernels | None:
     """The kernels for tensors on `device`; None where torch computes the slots.
 
@@ -147,7 +152,7 @@ def kernels_for(device: torch.device, choice: str | None = None) -> SlotKernels 
         ImportError: `triton` was chosen and is not installed.
     """
     if choice is None:
-        choice = os.environ.get("KVCORE_KERNELS", "").strip().lower()
+        choice = chosen_kernels()
     if choice not in ("", TORCH, TRITON):
         raise ValueError(f"KVCORE_KERNELS: expected {TORCH}, {TRITON} or nothing, got {choice!r}")
     if not choice:

@@ -20,7 +20,7 @@ from kvcore import (
 )
 from kvcore.allocator import SinglePoolAllocator
 from kvcore.allocator.arguments import Segment
-from kvcore.free_list import FreeList, PageStack, SlotLog
+from kvcore.free_list import FreeList, Ids, PageStack, SlotLog
 
 
 class Uncounted(FreeList):
@@ -29,15 +29,24 @@ class Uncounted(FreeList):
     def require_place_for(self, count: int) -> None:
         """Nobody counts."""
 
+    _elsewhere: torch.Tensor | None = None
+
     def place(self, num_pages: int) -> torch.Tensor:
-        """Somewhere else: how many fit is seen when they are there."""
-        self._elsewhere = torch.empty(num_pages, dtype=torch.int64, device=self._device)
+        """Somewhere else, the same until they are committed: only then is seen how many fit."""
+        if self._elsewhere is None or self._elsewhere.numel() != num_pages:
+            self._elsewhere = torch.empty(num_pages, dtype=torch.int64, device=self._device)
         return self._elsewhere
+
+    def host_place(self, num_pages: int) -> Ids:
+        """The same as numpy."""
+        found: Ids = self.place(num_pages).numpy()
+        return found
 
     def commit(self, num_pages: int) -> None:
         """Put back as many as there is place for."""
         room = self._capacity - (self._end - self._head) - self._num_released
-        fitting = self._elsewhere[: min(num_pages, room)]
+        fitting = self.place(num_pages)[: min(num_pages, room)]
+        self._elsewhere = None
         super().place(fitting.numel()).copy_(fitting)
         super().commit(fitting.numel())
 
@@ -147,10 +156,10 @@ class RewrittenLog(SlotLog):
     def _new_store(self) -> torch.Tensor:
         return torch.empty(self._capacity, dtype=torch.int64, device=self._device)
 
-    def _place(self, num_pages: int) -> torch.Tensor:
+    def _place(self, num_pages: int) -> int:
         if self._end + num_pages > self._capacity:
             self._move()
-        return self._store[self._end : self._end + num_pages]
+        return self._end
 
     def _use(self, store: torch.Tensor, start: int, num_pages: int) -> None:
         if self._only is None:

@@ -70,6 +70,9 @@ class FailingMapping(SWATokenToKVPoolAllocator):
 
     failure: type[BaseException] | None = None
 
+    def _make_host_rows(self, num_rows: int) -> None:
+        """None: every write has to pass by here."""
+
     def _map_pages(self, full_pages: torch.Tensor, swa_pages: torch.Tensor) -> None:
         super()._map_pages(full_pages, swa_pages)
         if self.failure is not None:

@@ -1,4 +1,4 @@
-"""An allocator with kernels does what one without does, and launches what it should.
+"""An allocator does the same by numpy, by torch and by kernels, which it launches as it should.
 
 The kernels are stand-ins in plain Python that answer as the protocol says and note each launch, so
 that every way through the allocator is tried without Triton; the real ones: test_kernels.
@@ -94,6 +94,7 @@ def launching(laws: Any, page_size: int, **options: Any) -> tuple[Any, PlainKern
     checked: SlotKernels = kernels
     for each in (allocator, allocator.full_attn_allocator, allocator.swa_attn_allocator):
         each._kernels = checked
+    allocator._host = None
     return allocator, kernels
 
 
@@ -131,27 +132,31 @@ def test_a_group_ends_with_one_launch(page_size: int, owned: bool, laws: Any) ->
     laws.check_hybrid(allocator, [])
 
 
-class Pair:
-    """The same calls on an allocator with kernels and on one without."""
+class Three:
+    """The same calls on an allocator on the host, on one by torch, and on one with kernels."""
 
     def __init__(self, page_size: int, laws: Any, seed: int, **options: Any) -> None:
         self.page_size = page_size
         self.choose = random.Random(seed)
-        self.plain: SWATokenToKVPoolAllocator = laws.make_hybrid(page_size, **options)
-        self.launching, self.kernels = launching(laws, page_size, **options)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("KVCORE_KERNELS", "torch")
+            by_torch = laws.make_hybrid(page_size, **options)
+        launched, self.kernels = launching(laws, page_size, **options)
+        self.all: list[SWATokenToKVPoolAllocator] = [
+            laws.make_hybrid(page_size, **options),
+            by_torch,
+            launched,
+        ]
         self.rows: list[torch.Tensor] = []
         self.dead: list[torch.Tensor] = []
 
-    def both(self, name: str, *arguments: Any, **named: Any) -> torch.Tensor | None:
-        answers = [
-            getattr(allocator, name)(*arguments, **named)
-            for allocator in (self.plain, self.launching)
-        ]
+    def every(self, name: str, *arguments: Any, **named: Any) -> torch.Tensor | None:
+        answers = [getattr(allocator, name)(*arguments, **named) for allocator in self.all]
         if answers[0] is None:
-            assert answers[1] is None
+            assert answers == [None, None, None]
             return None
-        assert answers[0].tolist() == answers[1].tolist()
         found: torch.Tensor = answers[0].clone()
+        assert all(answer.tolist() == found.tolist() for answer in answers)
         return found
 
     def lend(self) -> None:
@@ -161,13 +166,13 @@ class Pair:
             row = self.rows[at]
             if self.choose.random() < 0.6:
                 lengths = torch.tensor([row.numel() + 1])
-                more = self.both("alloc_decode", lengths, lengths, row[-1:])
+                more = self.every("alloc_decode", lengths, lengths, row[-1:])
             else:
                 more = self.extend(row, self.choose.randint(1, 2 * size))
             if more is not None:
                 self.rows[at] = torch.cat((row, more))
         elif self.choose.random() < 0.5:
-            slots = self.both("alloc", size)
+            slots = self.every("alloc", size)
             self.rows += [] if slots is None else [slots]
         else:
             slots = self.extend(torch.tensor([-1]), self.choose.randint(1, 2 * size), rows=0)
@@ -176,47 +181,52 @@ class Pair:
     def extend(self, row: torch.Tensor, tokens: int, rows: int | None = None) -> Any:
         before = torch.tensor([row.numel() if rows is None else rows])
         after = before + tokens
-        return self.both("alloc_extend", before, before, after, after, row[-1:], tokens)
+        return self.every("alloc_extend", before, before, after, after, row[-1:], tokens)
 
     def give(self) -> None:
         if self.dead and self.choose.random() < 0.3:
-            self.both_free("free_full_segment", self.dead.pop())
+            self.free_segment("free_full_segment", self.dead.pop())
         elif self.rows:
             row = self.rows.pop(self.choose.randrange(len(self.rows)))
             if self.choose.random() < 0.3:
-                self.both_free("free_swa_segment", row)
+                self.free_segment("free_swa_segment", row)
                 self.dead.append(row)
             elif self.choose.random() < 0.5:
-                self.both_free("free_segment", row)
+                self.free_segment("free_segment", row)
             else:
-                self.plain.free(row)
-                self.launching.free(row)
+                for allocator in self.all:
+                    allocator.free(row)
 
-    def both_free(self, name: str, row: torch.Tensor) -> None:
-        for allocator in (self.plain, self.launching):
+    def free_segment(self, name: str, row: torch.Tensor) -> None:
+        for allocator in self.all:
             getattr(allocator, name)(row, start_pos=0)
 
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("validate", [False, True])
-def test_all_is_as_without_kernels(page_size: int, validate: bool, seed: int, laws: Any) -> None:
-    pair = Pair(page_size, laws, seed, validate=validate, need_sort=seed == 1)
-    for step in range(250):
+def test_all_is_the_same_whatever_computes_it(
+    page_size: int, validate: bool, seed: int, laws: Any
+) -> None:
+    three = Three(page_size, laws, seed, validate=validate, need_sort=seed == 1)
+    for step in range(200):
         if step % 10 == 0:
-            owned = step % 20 == 0
-            for allocator in (pair.plain, pair.launching):
+            for allocator in three.all:
                 if allocator.free_group_is_open:
                     allocator.free_group_end()
                 else:
-                    allocator.free_group_begin(owned=owned)
-        pair.lend() if pair.choose.random() < 0.55 else pair.give()
-        mappings = [
-            allocator.full_to_swa_index_mapping.tolist()
-            for allocator in (pair.plain, pair.launching)
+                    allocator.free_group_begin(owned=step % 20 == 0)
+        three.lend() if three.choose.random() < 0.55 else three.give()
+        seen = [
+            (
+                allocator.full_to_swa_index_mapping.tolist(),
+                *(side.pending_pages.tolist() for side in sides_of(allocator)),
+                *(side.free_page_list() for side in sides_of(allocator)),
+            )
+            for allocator in three.all
         ]
-        assert mappings[0] == mappings[1]
-        for side in ("full_attn_allocator", "swa_attn_allocator"):
-            ours, theirs = getattr(pair.plain, side), getattr(pair.launching, side)
-            assert ours.pending_pages.tolist() == theirs.pending_pages.tolist()
-            assert ours.free_page_list() == theirs.free_page_list()
-    assert pair.kernels.launched
+        assert seen[0] == seen[1] == seen[2]
+    assert three.kernels.launched
+
+
+def sides_of(allocator: SWATokenToKVPoolAllocator) -> tuple[Any, Any]:
+    return allocator.full_attn_allocator, allocator.swa_attn_allocator
