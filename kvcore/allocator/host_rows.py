@@ -32,6 +32,15 @@ class HostRows:
         slots: Ids = firsts.numpy()
         return slots if self._page_size == 1 else slots // self._page_size
 
+    def pages_of_segments(self, indices: list[torch.Tensor]) -> Ids:
+        """The pages of page-aligned pieces of a row: int64 `[n]`."""
+        size = self._page_size
+        if len(indices) == 1:
+            slots: Ids = indices[0].numpy()[::size]
+        else:
+            slots = np.concatenate([index.numpy()[::size] for index in indices])
+        return slots if size == 1 else slots // size
+
     def detach(self, pages: Ids) -> Ids:
         """Unmap the pages; the first entry of each before, 0 for none: int64 `[n]`."""
         if self._page_size == 1:

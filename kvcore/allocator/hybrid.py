@@ -29,7 +29,7 @@ from kvcore.allocator.arguments import Segment, as_locations, as_segments, pool_
 from kvcore.allocator.base import BaseTokenToKVPoolAllocator
 from kvcore.allocator.batch import DecodeBatch, ExtendBatch
 from kvcore.allocator.host_rows import HostRows
-from kvcore.allocator.ownership import PeerGuard
+from kvcore.allocator.ownership import Ids, PeerGuard
 from kvcore.allocator.paged import PagedTokenToKVPoolAllocator
 from kvcore.allocator.pending import PendingFrees
 from kvcore.allocator.single import SinglePoolAllocator
@@ -364,24 +364,29 @@ class HybridAllocator(BaseTokenToKVPoolAllocator):
         Here no group is open. The ids of the pages are written where they belong in `full`, if it
         is given, but not committed.
         """
+        if self._host is not None:
+            self._give_peers_on_host(self._host.pages_of(firsts), self._host, full)
+            return
         swa = self.swa_attn_allocator
         aside = swa.ledger is not None or swa.free_group_is_open or self._may_miss_peers()
-        if self._host is not None:
-            pages = self._host.pages_of(firsts)
-            if full is not None:
-                full.host_place(num_pages)[:] = pages
-            if aside:
-                swa.give_entries(torch.from_numpy(self._host.detach(pages)))
-            else:
-                swa.free_list.host_place(num_pages)[:] = self._host.detach(pages)
-                swa.commit(num_pages)
-            return
         full_place = None if full is None else full.place(num_pages)
         if aside:
             swa.give_entries(self._detach_firsts(firsts, full_place, None))
         else:
             self._detach_firsts(firsts, full_place, swa.free_list.place(num_pages))
             swa.commit(num_pages)
+
+    def _give_peers_on_host(self, pages: Ids, rows: HostRows, full: FreeList | None) -> None:
+        """`_give_peers` of these pages, int64 `[n]`, by the host."""
+        swa = self.swa_attn_allocator
+        aside = swa.ledger is not None or swa.free_group_is_open or self._may_miss_peers()
+        if full is not None:
+            full.host_place(pages.size)[:] = pages
+        if aside:
+            swa.give_entries(torch.from_numpy(rows.detach(pages)))
+        else:
+            swa.free_list.host_place(pages.size)[:] = rows.detach(pages)
+            swa.commit(pages.size)
 
     def _may_miss_peers(self) -> bool:
         """Whether some full page on loan may have no peer."""

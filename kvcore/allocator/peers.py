@@ -112,7 +112,13 @@ class PeerReleasingAllocator(HybridAllocator):
             return
         full = self.full_attn_allocator
         if not self._group_open:
-            self._free_firsts(full.firsts_of(indices))
+            if self._host is not None and not full.free_group_is_open:
+                pages = self._host.pages_of_segments(indices)
+                full.free_list.require_place_for(pages.size)
+                self._give_peers_on_host(pages, self._host, full.free_list)
+                full.commit(pages.size)
+            else:
+                self._free_firsts(full.firsts_of(indices))
             return
         if self._guard is not None:
             self._guard.mark_queued(torch.cat(indices))
@@ -142,6 +148,9 @@ class PeerReleasingAllocator(HybridAllocator):
             if self._guard is not None:
                 self._guard.mark_queued(torch.cat(indices))
             full.queue_rows(indices, self._queued_peers)
+        elif self._host is not None:
+            pages = self._host.pages_of_segments(indices)
+            self._give_peers_on_host(pages, self._host, None)
         else:
             self._give_peers(full.firsts_of(indices), count)
         self._unpaired += count

@@ -131,8 +131,15 @@ def test_one_pool_frees_segments_without_waiting(
 
 @pytest.mark.parametrize("name", ["free_segment", "free_swa_segment", "free_full_segment"])
 def test_a_hybrid_frees_segments_without_waiting(
-    page_size: int, need_sort: bool, name: str, grouped: bool, laws: Any
+    page_size: int,
+    need_sort: bool,
+    name: str,
+    grouped: bool,
+    laws: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # As on a device: on a CPU the host's own memory is read by numpy.
+    monkeypatch.setenv("KVCORE_KERNELS", "torch")
     allocator = laws.make_hybrid(page_size, need_sort=need_sort, validate=False)
     row = laws.extend_row(allocator, laws.no_row, 8 * page_size)
     # Pages with and without a peer in one segment.
