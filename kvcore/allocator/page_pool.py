@@ -62,6 +62,10 @@ class PagePool(BaseTokenToKVPoolAllocator):
         """Pages lent so far by calls of this object itself, not by an allocator over it."""
         self.free_list = self._make_free_list()
         self.ledger = self._make_ledger() if self.validate else None
+        self.pending: PendingFrees
+        """What the open group holds back."""
+        self.settled: PendingFrees
+        """What of it concerns nobody else before the group's end."""
         self.drop_group()
 
     @abstractmethod
@@ -372,7 +376,6 @@ class PagePool(BaseTokenToKVPoolAllocator):
         """Close the group and forget what it holds back."""
         self.pending = PendingFrees(self.page_size, self._index_device)
         self.settled = PendingFrees(self.page_size, self._index_device)
-        """What waits for the group's end and concerns nobody else before it."""
         self._group_open = self._group_owned = False
 
     def _no_pages(self) -> torch.Tensor:

@@ -12,7 +12,10 @@ Four kinds, by what the host knows about them:
 Left out: when the group ends (`kvcore.allocator.single`, `kvcore.allocator.swa`).
 """
 
+import numpy as np
 import torch
+
+from kvcore.allocator.ownership import on_host
 
 
 class PendingFrees:
@@ -138,11 +141,15 @@ class PendingFrees:
 
     def all_pages(self, unit: int) -> torch.Tensor:
         """Every page queued, ascending, each once: int64 `[n]`; waits for the device."""
-        found = [self.counted_pages()]
-        if not self.is_counted:
-            found.append(self.uncounted_entries(unit) // unit)
-        pages: torch.Tensor = torch.unique(torch.cat(found))
-        return pages[pages > 0]
+        size = self._page_size
+        found = [on_host(pages) for pages in self._pages]
+        found += [on_host(row)[::size] // size for row in self._rows]
+        found += [on_host(slots) // size for slots in self._sets]
+        found += [on_host(entries) // unit for entries in self._entries]
+        if not found:
+            return torch.empty(0, dtype=torch.int64, device=self._device)
+        pages = np.unique(np.concatenate(found))
+        return torch.from_numpy(pages[pages > 0]).to(self._device)
 
 
 def distinct_pages(slots: torch.Tensor, page_size: int) -> torch.Tensor:

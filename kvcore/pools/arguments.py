@@ -66,10 +66,13 @@ def layer_ids(operation: str, ids: Sequence[SupportsIndex]) -> tuple[int, ...]:
 
 def require_within(operation: str, locations: torch.Tensor, count: int) -> None:
     """Raise InvalidSlotError for a location outside 0..count - 1 that is not -1; on a CPU only."""
-    if locations.device.type == "cpu":
-        outside = locations[(locations < -1) | (locations >= count)]
+    if locations.device.type != "cpu" or locations.numel() == 0:
+        return
+    named = on_host(locations)
+    if named.min() < -1 or named.max() >= count:
+        outside = named[(named < -1) | (named >= count)]
         expected = f"0..{count - 1}, or -1 for none"
-        refuse(InvalidSlotError, operation, on_host(outside), "locations outside", expected)
+        refuse(InvalidSlotError, operation, outside, "locations outside", expected)
 
 
 def require_tensor(what: str, rows: torch.Tensor, device: torch.device) -> None:
