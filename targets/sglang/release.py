@@ -62,7 +62,11 @@ class Release:
         return _version_key(self.version) >= _version_key(text)
 
 
-def load_release(directory: Path, *, kernels: Literal["doubles", "triton"] = "doubles") -> Release:
+Kernels = Literal["doubles", "triton"] | Mapping[str, object]
+"""Which page kernels a release launches: the doubles, its own, or others by name."""
+
+
+def load_release(directory: Path, *, kernels: Kernels = "doubles") -> Release:
     """Load the release that `directory` holds: a `pip --target` directory or a site-packages.
 
     `kernels="triton"` runs the release's own page kernels. Without a GPU that takes
@@ -99,15 +103,15 @@ def load_release(directory: Path, *, kernels: Literal["doubles", "triton"] = "do
 class _Namespace:
     """The `sglang.*` modules of one loaded release, and the import statement that they use."""
 
-    def __init__(
-        self, directory: Path, version: str, kernels: Literal["doubles", "triton"]
-    ) -> None:
+    def __init__(self, directory: Path, version: str, kernels: Kernels) -> None:
         self._directory = directory
         self._version = version
         stand_ins = dict(SERVING_STACK)
         self._sources = set(_ALLOCATORS)
         if kernels == "doubles":
             stand_ins |= KERNEL_DOUBLES
+        elif isinstance(kernels, Mapping):
+            stand_ins |= dict.fromkeys(KERNEL_MODULES, kernels)
         elif importlib.util.find_spec("triton") is None:
             raise ReleaseError(
                 "kernels='triton': the triton package is missing; expected it installed "

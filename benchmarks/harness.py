@@ -1,0 +1,238 @@
+"""How the harness spends its time: each source against the least that it could take.
+
+The walker against the bare target, which is given the same ops without model, laws and proposals;
+the stateful machine against an empty one with the same rules, which is Hypothesis alone; the walker
+against the machine; two workers against one. In one process, in turn, in CPU time; each round has
+another seed. Leaves out how soon a source finds a fault (`kvcore faults`).
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator
+from statistics import median
+from typing import Any
+
+from hypothesis import seed as hypothesis_seed
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from kvcore.benchmarks.contest import no_collector, orders
+from kvcore.benchmarks.plan import BenchPlan
+from kvcore.benchmarks.results import Grid, Metric, Section
+from kvcore.invariants import Run, drive
+from kvcore.models import Geometry
+from kvcore.strategies.machine import CHOICES, machine_for, widest_contract
+from kvcore.strategies.machine_rules import rules_for
+from kvcore.strategies.profiles import search_settings
+from kvcore.strategies.program import program_test
+from kvcore.strategies.sources import MACHINE_STEPS, PERIOD, Burst, SourceName
+from kvcore.strategies.walker import Walker, WalkPlan
+from kvcore.strategies.workers import Job, WorkerPool, available_cpus
+from kvcore.targets.registry import open_target
+
+TARGET = "kvcore#unchecked"
+"""What the sources drive: the build whose own checks cost nothing."""
+
+GEOMETRIES = {1: Geometry(1, 16, 12), 4: Geometry(4, 16, 12)}
+"""By page size."""
+
+PROGRAM_OPS = 50
+
+Measured = tuple[float, int]
+"""CPU seconds, and steps done in them."""
+
+
+def walk_and_replay(geometry: Geometry, programs: int, seed: int) -> tuple[float, float]:
+    """CPU seconds of checked walks, and of their ops on the bare target; programs alternate."""
+    make, rng = open_target(TARGET), random.Random(seed)
+    walked = bare = 0.0
+    for _ in range(programs):
+        start = time.process_time()
+        run, walker = Run(make(geometry), period=PERIOD), Walker(rng, PROGRAM_OPS)
+        while (op := walker.next_op(run.model)) is not None:
+            run.step(op)
+        walked += time.process_time() - start
+        start = time.process_time()
+        target = make(geometry)
+        for op in run.program:
+            target.apply(op)
+        bare += time.process_time() - start
+    return walked, bare
+
+
+def walk(geometry: Geometry, programs: int, seed: int) -> Measured:
+    """Whole programs of the walker, to their end."""
+    make, rng, burst = open_target(TARGET), random.Random(seed), Burst()
+    start = time.process_time()
+    for _ in range(programs):
+        run = Run(make(geometry), period=PERIOD)
+        drive(run, Walker(rng, PROGRAM_OPS))
+        burst.record(run)
+    return time.process_time() - start, burst.tally.steps
+
+
+def run_machine(geometry: Geometry, programs: int, seed: int) -> Measured:
+    """Programs of the stateful machine."""
+    burst = Burst()
+    name = f"machine_{geometry.page_size}_{seed}"
+    machine: Any = machine_for(
+        open_target(TARGET), [geometry], name=name, period=PERIOD, sink=burst.record
+    )
+    return _search(machine, programs, seed), burst.tally.steps
+
+
+def run_programs(geometry: Geometry, programs: int, seed: int) -> Measured:
+    """Hypothesis's lists of ops."""
+    burst = Burst()
+    name = f"program_{geometry.page_size}_{seed}"
+    test: Any = program_test(
+        open_target(TARGET), [geometry], name=name, period=PERIOD, sink=burst.record
+    )
+    start = time.process_time()
+    hypothesis_seed(seed)(search_settings(programs, MACHINE_STEPS)(test))()
+    return time.process_time() - start, burst.tally.steps
+
+
+def run_empty(geometry: Geometry, programs: int, seed: int) -> Measured:
+    """A machine with the rules of the real one, each of which draws what it would and does
+    nothing, and is always possible."""
+    steps = 0
+
+    def perform(machine: RuleBasedStateMachine, choices: int) -> None:
+        nonlocal steps
+        steps += 1
+
+    def begin(machine: RuleBasedStateMachine, geometry: Geometry) -> None:
+        return None
+
+    def always(machine: RuleBasedStateMachine) -> bool:
+        return True
+
+    contract = widest_contract(open_target(TARGET), [geometry])
+    body: dict[str, Any] = {"begin": initialize(geometry=st.just(geometry))(begin)}
+    for inside in (True, False):
+        for number, kind in enumerate(rules_for(contract, inside=inside)):
+            empty: Any = _renamed(perform, kind)
+            body[f"{kind}_{inside}_{number}"] = precondition(always)(rule(choices=CHOICES)(empty))
+    machine = type(f"empty_{geometry.page_size}_{seed}", (RuleBasedStateMachine,), body)
+    return _search(machine, programs, seed), steps
+
+
+def _renamed(
+    perform: Callable[[RuleBasedStateMachine, int], None], name: str
+) -> Callable[[RuleBasedStateMachine, int], None]:
+    """A function of its own, since a rule marks the one that it is made of."""
+
+    def again(machine: RuleBasedStateMachine, choices: int) -> None:
+        perform(machine, choices)
+
+    again.__name__ = name
+    return again
+
+
+def _search(machine: Any, programs: int, seed: int) -> float:
+    settings = search_settings(programs, MACHINE_STEPS)
+    start = time.process_time()
+    run_state_machine_as_test(hypothesis_seed(seed)(machine), settings=settings)
+    return time.process_time() - start
+
+
+WALKS_A_PROGRAM = 4
+"""Walks for each program of Hypothesis, which takes longer."""
+
+SOURCES: dict[str, Callable[[Geometry, int, int], Measured]] = {
+    "walker": walk,
+    "machine": run_machine,
+    "program": run_programs,
+    "empty machine": run_empty,
+}
+
+
+def sources_metrics(page_size: int, plan: BenchPlan) -> Iterator[Metric]:
+    """All sources at one page size."""
+    geometry, sizes = GEOMETRIES[page_size], plan.sizes
+    spent = dict.fromkeys(SOURCES, 0.0)
+    done = dict.fromkeys(SOURCES, 0)
+    ratios: list[float] = []
+    # The first program of each source pays for what is made once a process.
+    for measure in SOURCES.values():
+        measure(geometry, 1, plan.seed)
+    with no_collector():
+        for number, order in enumerate(orders(list(SOURCES), sizes.rounds, plan.seed)):
+            seed = plan.seed + number
+            walks = sizes.programs * WALKS_A_PROGRAM
+            walked, bare = walk_and_replay(geometry, walks, seed)
+            ratios.append(walked / bare)
+            for name in order:
+                programs = walks if name == "walker" else sizes.programs
+                seconds, steps = SOURCES[name](geometry, programs, seed)
+                spent[name] += seconds
+                done[name] += steps
+    # What Hypothesis draws, and so what a step of it costs, differs from seed to seed: sums.
+    cost = {name: spent[name] / done[name] for name in SOURCES}
+    row, key = f"page size {page_size}", f"harness.page{page_size}"
+    yield Metric(f"{key}.walker_over_bare", row, "walker / bare target", median(ratios), "times")
+    over_empty = cost["machine"] / cost["empty machine"]
+    yield Metric(f"{key}.machine_over_empty", row, "machine / empty one", over_empty, "times")
+    faster = cost["machine"] / cost["walker"]
+    yield Metric(f"{key}.walker_faster_than_machine", row, "machine / walker", faster, "times")
+    for name in ("walker", "machine", "program"):
+        yield Metric(f"{key}.{name}_steps", row, f"{name} steps/s", 1 / cost[name], "steps/s")
+
+
+def workers_metrics(plan: BenchPlan) -> Iterator[Metric]:
+    """Two workers against one, by the clock on the wall; nothing where there is one CPU."""
+    if available_cpus() < 2:
+        return
+    # Jobs that take about as long, whatever the source.
+    programs_of: dict[SourceName, int] = {
+        "walker": 2 * plan.sizes.programs,
+        "machine": max(1, plan.sizes.programs // 3),
+    }
+    for source, programs in programs_of.items():
+        jobs = [
+            Job(TARGET, source, WalkPlan((1, 4)), plan.seed + number, programs)
+            for number in range(plan.sizes.jobs)
+        ]
+        gains = []
+        for _ in range(max(1, plan.sizes.rounds // 3)):
+            one, two = (timed_jobs(jobs, workers) for workers in (1, 2))
+            gains.append(one / two)
+        key, value = f"harness.two_workers.{source}", median(gains)
+        yield Metric(key, source, "one worker / two", value, "times")
+
+
+def timed_jobs(jobs: Iterable[Job], workers: int) -> float:
+    """Seconds that so many workers take, who have each done a job before."""
+    with WorkerPool(workers) as pool:
+        first = [Job(TARGET, "walker", WalkPlan((1,)), 0, 1)] * workers
+        for _ in pool.run(iter(first), POLL_SECONDS):
+            pass
+        start = time.perf_counter()
+        for _ in pool.run(iter(jobs), POLL_SECONDS):
+            pass
+        return time.perf_counter() - start
+
+
+POLL_SECONDS = 5.0
+
+
+def run(plan: BenchPlan) -> Section:
+    """Time the sources, and the workers."""
+    section = Section("harness", "The harness")
+    sources = [metric for page in GEOMETRIES for metric in sources_metrics(page, plan)]
+    section.grids.append(Grid(f"Time a checked step, on {TARGET}", tuple(sources)))
+    workers = tuple(workers_metrics(plan))
+    if workers:
+        section.grids.append(Grid("Workers, by the clock on the wall", workers))
+    else:
+        section.notes.append("One CPU: two workers were not measured.")
+    return section
