@@ -6,6 +6,8 @@ Parts of the laws L3, L4 and L10 for geometries with device pages. Leaves out wh
 
 from __future__ import annotations
 
+from collections import Counter
+
 from kvcore.invariants.check import Check
 from kvcore.models import Clause, Model
 from kvcore.models.state import NO_PEER, Page
@@ -15,37 +17,47 @@ from kvcore.models.violation import some
 def device_partition(check: Check) -> list[Clause]:
     """L3 of device pages: mapping, buffers on loan, free list and open group hold each once."""
     model, host = check.model, check.host
-    size, total = model.geometry.device_page_size, model.device.total
-    places: list[list[str]] = [[] for _ in range(total + 1)]
-
-    def put(page: int, place: str) -> None:
-        if 0 <= page <= total:
-            places[page].append(place)
-
-    for start in range(0, len(host.device_mapping) - 1, size):
-        logical = start // size
-        pages = {entry // size for entry in host.device_mapping[start : start + size] if entry}
-        for page in pages:
-            if model.device_detached.get(logical) != page:
-                put(page, f"mapped by logical page {logical}")
-    for page in host.device_free:
-        put(page, "free")
-    for page in model.device.pending:
-        put(page, "pending in the group")
-    for buffer, lent in model.buffers.items():
-        for page in lent:
-            put(page, f"in buffer {buffer}")
+    total = model.device.total
+    mapped = _mapped(model, host.device_mapping)
+    lent = [page for buffer in model.buffers.values() for page in buffer]
+    placed = [*(page for page, _ in mapped), *host.device_free, *model.device.pending, *lent]
+    inside = [page for page in placed if 0 <= page <= total]
+    if len(inside) == total == len({*inside} - {0}):
+        return []
+    counts = Counter(inside)
     return [
         Clause(
             "L3",
             f"device page {page} in exactly one place"
             if page
             else "device page 0 nowhere: it is the padding page",
-            " and ".join(where) or "nowhere: allocated, but nothing maps to it",
+            _places(check, mapped, page),
         )
-        for page, where in enumerate(places)
-        if len(where) != (1 if page else 0)
+        for page in range(total + 1)
+        if counts[page] != (1 if page else 0)
     ]
+
+
+def _mapped(model: Model, mapping: list[int]) -> list[tuple[int, int]]:
+    """(device page, logical page) of every join that the mapping shows, but for those given up in
+    the open group."""
+    size, gone = model.geometry.device_page_size, model.device_detached
+    joins: dict[tuple[int, int], None] = {}
+    for slot, entry in enumerate(mapping[:-1]):
+        if entry:
+            joins[(entry // size, slot // size)] = None
+    return [(page, logical) for page, logical in joins if gone.get(logical) != page]
+
+
+def _places(check: Check, mapped: list[tuple[int, int]], page: int) -> str:
+    """Where a device page is, in words."""
+    model = check.model
+    where = [f"mapped by logical page {logical}" for found, logical in mapped if found == page]
+    where += ["free"] * check.host.device_free.count(page)
+    where += ["pending in the group"] * (page in model.device.pending)
+    for buffer, lent in model.buffers.items():
+        where += [f"in buffer {buffer}"] * lent.count(page)
+    return " and ".join(where) or "nowhere: allocated, but nothing maps to it"
 
 
 def device_entries(check: Check) -> list[Clause]:
@@ -62,14 +74,25 @@ def device_entries(check: Check) -> list[Clause]:
     lent = {page.full: page for _, page in model.lent_pages()}
     for logical in range(geometry.full_pages + 1):
         entries = mapping[logical * size : (logical + 1) * size]
-        wanted = _entries_of(model, lent.get(logical))
-        gone = model.device_detached.get(logical)
-        old = [0] * size if gone is None else [gone * size + i for i in range(size)]
-        pairs = zip(entries, wanted, old, strict=True)
-        if not all(seen == want or (want == 0 and seen in (0, was)) for seen, want, was in pairs):
-            expected = f"logical page {logical} mapped to device slots {wanted}"
+        page = lent.get(logical)
+        if not device_entries_right(model, logical, page, entries):
+            expected = f"logical page {logical} mapped to device slots {_entries_of(model, page)}"
             clauses.append(Clause("L4", expected, str(entries), (logical,)))
     return clauses
+
+
+def device_entries_right(model: Model, logical: int, page: Page | None, entries: list[int]) -> bool:
+    """Whether a logical page's device entries are what the model says of ``page``, None if no row
+    holds it. A detached entry may still be there."""
+    if (page is None or page.device == 0) and not any(entries):
+        return True
+    wanted = _entries_of(model, page)
+    if entries == wanted:
+        return True
+    size, gone = model.geometry.device_page_size, model.device_detached.get(logical)
+    old = [0] * size if gone is None else [gone * size + i for i in range(size)]
+    pairs = zip(entries, wanted, old, strict=True)
+    return all(seen == want or (want == 0 and seen in (0, was)) for seen, want, was in pairs)
 
 
 def _entries_of(model: Model, page: Page | None) -> list[int]:

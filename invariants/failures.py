@@ -1,7 +1,8 @@
 """Law L5, failure changes nothing: the state before a refusal or an error against the state after.
 
-One form for pools of every size: tensors are compared where they are, and only what differs comes
-to the host. Leaves out whether the call should have failed (`kvcore.models.reference`).
+Tensors are compared where they are, and only what differs comes to the host; of small pools, whose
+views are lists already, lists are compared before. Leaves out whether the call should have failed
+(`kvcore.models.reference`).
 """
 
 from __future__ import annotations
@@ -33,6 +34,33 @@ def failure_changes_nothing(check: Check) -> list[Clause]:
     if before.tree is not None and after.tree is not None:
         clauses += _cache(before.tree, after.tree)
     return clauses
+
+
+def failure_changes_no_list(check: Check) -> list[Clause]:
+    """L5 of a small pool: nothing differs at first sight, or the same as for every pool."""
+    before = check.before
+    if before is None or not isinstance(check.outcome, Refused | Raised):
+        return []
+    return [] if _same_lists(before, check.after) else failure_changes_nothing(check)
+
+
+def _same_lists(before: View, after: View) -> bool:
+    """Whether two views without a cache are equal, up to the order of free pages."""
+    if before.tree is not None or after.tree is not None or before.answers != after.answers:
+        return False
+    old, new = before.host(), after.host()
+    return (
+        old.mapping == new.mapping
+        and old.device_mapping == new.device_mapping
+        and _same_pages(old.full_free, new.full_free)
+        and _same_pages(old.swa_free, new.swa_free)
+        and _same_pages(old.device_free, new.device_free)
+        and _same_pages(old.request_free, new.request_free)
+    )
+
+
+def _same_pages(old: list[int], new: list[int]) -> bool:
+    return old == new or sorted(old) == sorted(new)
 
 
 def _free_pages(before: View, after: View) -> Iterator[Clause]:

@@ -14,7 +14,7 @@ from kvcore.invariants.check import Check, LawForm
 from kvcore.invariants.clauses import pages_clause
 from kvcore.invariants.contents import memory_saver, request_rows, stamps
 from kvcore.invariants.devices import device_entries, device_partition, device_unmapped
-from kvcore.invariants.failures import capacities, failure_changes_nothing
+from kvcore.invariants.failures import capacities, failure_changes_no_list
 from kvcore.invariants.prefix_tree import locks, tree
 from kvcore.models import Clause, Model
 from kvcore.models.ops import GroupEnd
@@ -54,6 +54,8 @@ def pending_kept(check: Check) -> list[Clause]:
     """L1 of the group: a call that must change nothing leaves what waits for the group's end. At
     other calls an implementation may keep account of that as it likes, until the end."""
     if not check.op.hostile or check.before is None:
+        return []
+    if not (check.before.holds_pending and check.after.holds_pending):
         return []
     clauses: list[Clause] = []
     befores, afters = check.before.host().pending, check.host.pending
@@ -213,7 +215,7 @@ def _all_entries_right(model: Model, mapping: list[int]) -> bool:
     explained = 0
     for _, page in model.lent_pages():
         entries = mapping[page.full * size : (page.full + 1) * size]
-        if not _entries_right(model, page, entries):
+        if not entries_right(model, page.full, page, entries):
             return False
         explained += size - entries.count(0)
     lent = {page.full for _, page in model.lent_pages()} if model.detached else set()
@@ -225,16 +227,21 @@ def _all_entries_right(model: Model, mapping: list[int]) -> bool:
     return len(mapping) - mapping.count(0) == explained + 1
 
 
-def _entries_right(model: Model, page: Page, entries: list[int]) -> bool:
+def entries_right(model: Model, full: int, page: Page | None, entries: list[int]) -> bool:
+    """Whether a full page's entries are what the model says of ``page``, None if no row holds it.
+    An entry beyond its tokens may already name the peer, a detached one may still."""
     size = model.geometry.page_size
-    if page.swa == 0:
-        return not any(entries) or (
-            model.detached.get(page.full) is not None
-            and _within(entries, model.detached[page.full], size)
-        )
-    base, used = page.swa * size, page.tokens
+    if page is None or page.swa == 0:
+        if not any(entries):
+            return True
+        gone = model.detached.get(full)
+        return gone is not None and _within(entries, gone, size)
+    base, used = page.swa * size, len(page.full_stamps)
     if NO_PEER not in page.swa_stamps:
-        if entries[:used] != list(range(base, base + used)):
+        whole = list(range(base, base + size))
+        if entries == whole:
+            return True
+        if entries[:used] != whole[:used]:
             return False
     elif entries[:used] != _peers_of(page, size):
         return False
@@ -260,15 +267,11 @@ def _stale_entries(model: Model, mapping: list[int]) -> list[Clause]:
     for full in range(model.full.total + 1):
         entries = mapping[full * size : (full + 1) * size]
         page = lent.get(full)
-        if page is not None:
-            right = _entries_right(model, page, entries)
-            expected = str(_peers_of(page, size)) if page.swa else "no peer"
-            what = f"lent full page {full} mapped to {expected}"
-        else:
-            gone = model.detached.get(full)
-            right = not any(entries) or (gone is not None and _within(entries, gone, size))
+        if not entries_right(model, full, page, entries):
             what = f"full page {full}, which is not lent, mapped to 0"
-        if not right:
+            if page is not None:
+                expected = str(_peers_of(page, size)) if page.swa else "no peer"
+                what = f"lent full page {full} mapped to {expected}"
             swa = tuple(sorted({entry // size for entry in entries if entry > 0}))
             clauses.append(Clause("L4", what, str(entries), (full,), swa))
     return clauses
@@ -298,34 +301,41 @@ def capacity(check: Check) -> list[Clause]:
     """L7: the queries say what the free pages hold."""
     model, answers = check.model, check.after.answers
     geometry = model.geometry
-    full, swa = len(model.full.free) * geometry.page_size, len(model.swa.free) * geometry.page_size
-    device = len(model.device.free) * geometry.device_page_size
-    rooms = [full]
+    size = geometry.page_size
+    available = full = len(model.full.free) * size
+    swa, device = len(model.swa.free) * size, len(model.device.free) * geometry.device_page_size
     if geometry.pure_swa:
         swa = full
     elif geometry.hybrid:
-        rooms.append(swa)
+        available = min(full, swa)
     if geometry.sparse:
-        rooms.append(device * geometry.compress)
+        available = min(available, device * geometry.compress)
+    requests = len(model.requests.free)
+    if (
+        answers.available == available
+        and answers.full_available == full
+        and answers.swa_available == swa
+        and answers.device_available == device
+        and answers.requests_available == requests
+    ):
+        return []
     wanted = replace(
         answers,
-        available=min(rooms),
+        available=available,
         full_available=full,
         swa_available=swa,
         device_available=device,
-        requests_available=len(model.requests.free),
+        requests_available=requests,
     )
-    if wanted == answers:
-        return []
     return [Clause("L7", capacities(wanted, geometry), capacities(answers, geometry))]
 
 
 def tensors_are_owned(check: Check) -> list[Clause]:
     """L8: the tensors of earlier answers still hold what they held."""
     clauses: list[Clause] = []
-    size = check.model.geometry.page_size
     for number, slots in check.host.held.items():
         if tuple(slots) != check.held[number]:
+            size = check.model.geometry.page_size
             was = check.held[number]
             pages = {old // size for old, new in zip(was, slots, strict=False) if old != new}
             clauses.append(
@@ -338,8 +348,10 @@ def tensors_are_owned(check: Check) -> list[Clause]:
 
 def wrapper_equivalence(check: Check) -> list[Clause]:
     """L9: outer and inner allocators agree, in what they are asked and in what they are told."""
-    clauses: list[Clause] = []
     answers, (twin_outer, twin_inner) = check.after.answers, check.after.twins
+    if answers.outer == answers.inner and twin_outer == twin_inner:
+        return []
+    clauses: list[Clause] = []
     if answers.outer != answers.inner:
         asked = answers.asked or tuple(f"query {number}" for number in range(len(answers.inner)))
         queries = list(zip(asked, answers.inner, answers.outer, strict=True))
@@ -382,7 +394,7 @@ PLAIN: dict[str, LawForm] = {
     "L3": mapped_is_allocated,
     "L2": no_page_twice,
     "L4": no_stale_mapping,
-    "L5": failure_changes_nothing,
+    "L5": failure_changes_no_list,
     "L6": group_law,
     "L1": conservation,
     "tree": tree,

@@ -12,12 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvcore.invariants.catalogue import BY_ID, LAWS, PRECEDENCE, Cost
-from kvcore.invariants.check import Check, LawForm
+from kvcore.invariants.catalogue import BY_ID, LAWS, PRECEDENCE
+from kvcore.invariants.check import Check
 from kvcore.invariants.failures import failure_changes_nothing
-from kvcore.invariants.plain import PLAIN
+from kvcore.invariants.image import Image, ListImage
+from kvcore.invariants.schedule import schedule
 from kvcore.invariants.tally import Tally
-from kvcore.invariants.vectorised import VECTORISED
+from kvcore.invariants.tensor_image import TensorImage
 from kvcore.models import (
     Clause,
     Done,
@@ -44,10 +45,12 @@ ANSWER_LAWS = ("layout", "bounds", "raises")
 OCCASIONAL_LAWS = ("L5", "L6", "tree", "locks", "L8", "stamps", "rows", "saver", "hostile")
 """Laws that have something to ask at some steps only, or of some targets."""
 
-ON_CONTENTS = (
-    *(ops.Restore, ops.Relocate, ops.LoadBackSwa),
-    *(ops.Reserve, ops.Drop, ops.Pause, ops.Resume),
-    *(request_ops.ResumeRequest, request_ops.EndLoad),
+ON_CONTENTS: frozenset[type[Op]] = frozenset(
+    (
+        *(ops.Restore, ops.Relocate, ops.LoadBackSwa),
+        *(ops.Reserve, ops.Drop, ops.Pause, ops.Resume),
+        *(request_ops.ResumeRequest, request_ops.EndLoad),
+    )
 )
 """Ops after which the periodic laws are due at once: what they write is soon overwritten."""
 
@@ -138,13 +141,11 @@ class Run:
         self._answers = 0
         geometry = target.geometry
         slots = geometry.full_size + geometry.swa_size + geometry.device_size
-        forms = PLAIN if slots <= PLAIN_SLOTS else {**PLAIN, **VECTORISED}
-        self._due = {
-            (periodic, drained): _due_forms(forms, periodic=periodic, drained=drained)
-            for periodic in (False, True)
-            for drained in (False, True)
-        }
+        small = slots <= PLAIN_SLOTS
+        self._schedule = schedule(small=small, serves=geometry.serves)
+        self._image: Image = ListImage(self.model) if small else TensorImage(self.model)
         self._checked: Counter[tuple[bool, bool]] = Counter()
+        self._rounds = 0
         self._judged = 0
         self._asked: Counter[str] = Counter()
 
@@ -157,9 +158,11 @@ class Run:
         index = len(self.program)
         self._count(op)
         self.program.append(op)
-        self._tell(Applying(index, op))
+        if self._listeners:
+            self._tell(Applying(index, op))
         outcome = self._perform(op, op.label, drained=False)
-        self._tell(Applied(index, op, outcome))
+        if self._listeners:
+            self._tell(Applied(index, op, outcome))
         return outcome
 
     def finish(self) -> None:
@@ -189,7 +192,8 @@ class Run:
         if isinstance(outcome, Refused):
             self.tally.refusals += 1
         self._judged += 1
-        self._asked["hostile"] += op.hostile
+        if op.hostile:
+            self._asked["hostile"] += 1
         try:
             self.model.accept(op, outcome)
         except Mismatch as mismatch:
@@ -231,23 +235,43 @@ class Run:
     def _broken_clauses(
         self, op: Op, outcome: Outcome, before: View | None, *, drained: bool
     ) -> list[Clause]:
-        """Check every law that is due now, on a new view."""
+        """Check every law that is due now, on a new view. Where it shows what the image says, the
+        laws of the image hold; else, at the end and every so many checks they are asked."""
         periodic = drained or self._contents_are_due(op)
-        self._last = self.target.view(stamps=periodic)
-        check = Check(self.model, op, outcome, before, self._last, self._held, drained)
+        view = self._last = self.target.view(stamps=periodic)
+        check = Check(self.model, op, outcome, before, view, self._held, drained)
         self._checked[(periodic, drained)] += 1
-        self._asked["L5"] += isinstance(outcome, Refused | Raised) and before is not None
-        self._asked["L6"] += isinstance(op, ops.GroupEnd)
-        self._asked["tree"] += self._last.tree is not None
-        self._asked["locks"] += self._last.tree is not None
-        self._asked["L8"] += self._last.holds_answers
-        self._asked["stamps"] += self._last.holds_stamps
-        self._asked["rows"] += periodic and self.model.geometry.requests > 0
-        self._asked["saver"] += self._last.holds_memory
+        self._rounds += 1
+        self._note_asked(op, outcome, before, view, periodic=periodic)
+        in_full = drained or self._rounds % self._schedule.full_every == 0
         clauses: list[Clause] = []
-        for _, form in self._due[(periodic, drained)]:
+        if self._image.shows(check) and not in_full:
+            for form in self._schedule.beyond_image[periodic]:
+                clauses += form(check)
+            return clauses
+        for _, form in self._schedule.due[(periodic, drained)]:
             clauses += form(check)
+        if not clauses:
+            self._image.adopt(check)
         return clauses
+
+    def _note_asked(
+        self, op: Op, outcome: Outcome, before: View | None, view: View, *, periodic: bool
+    ) -> None:
+        """Count the laws that have something to ask now."""
+        asked = self._asked
+        asked["L8"] += view.holds_answers
+        if before is not None and isinstance(outcome, Refused | Raised):
+            asked["L5"] += 1
+        if isinstance(op, ops.GroupEnd):
+            asked["L6"] += 1
+        if view.tree is not None:
+            asked["tree"] += 1
+            asked["locks"] += 1
+        if periodic:
+            asked["stamps"] += view.holds_stamps
+            asked["rows"] += self.model.geometry.requests > 0
+            asked["saver"] += view.holds_memory
 
     def _contents_are_due(self, op: Op) -> bool:
         """Whether the periodic laws are checked after ``op``."""
@@ -256,7 +280,7 @@ class Run:
             return True
         if self._every > 1:
             return (self._checked.total() + 1) % self._period == 0
-        return isinstance(op, ON_CONTENTS) or len(self.program) % self._period == 0
+        return type(op) in ON_CONTENTS or len(self.program) % self._period == 0
 
     def _changed_by_failure(self, op: Op, outcome: Outcome, before: View | None) -> bool:
         """Whether law L5 alone is broken, on a new view."""
@@ -269,7 +293,7 @@ class Run:
     def _settle_tally(self) -> None:
         """Turn the counts of rounds into counts of checks."""
         for key, rounds in self._checked.items():
-            for law, _ in self._due[key]:
+            for law, _ in self._schedule.due[key]:
                 self.tally.checks[law] += rounds
         for law in ANSWER_LAWS:
             self.tally.checks[law] += self._judged
@@ -301,14 +325,6 @@ class Run:
     def _tell(self, event: Event) -> None:
         for listener in self._listeners:
             listener(event)
-
-
-def _due_forms(
-    forms: dict[str, LawForm], *, periodic: bool, drained: bool
-) -> list[tuple[str, LawForm]]:
-    """The laws to check at a step of this kind."""
-    wanted = {Cost.EACH_STEP: True, Cost.EACH_ANSWER: True, Cost.PERIODIC: periodic}
-    return [(law, form) for law, form in forms.items() if wanted.get(BY_ID[law].cost, drained)]
 
 
 class Source(Protocol):

@@ -19,6 +19,7 @@ from kvcore.invariants import contents, plain
 from kvcore.invariants.check import Check, LawForm
 from kvcore.invariants.contents import page_place, page_stamps
 from kvcore.invariants.devices import device_entries, device_partition, device_unmapped
+from kvcore.invariants.failures import failure_changes_nothing
 from kvcore.invariants.plain import identity_mapping, pending_kept
 from kvcore.invariants.prefix_tree import tree_quickly
 from kvcore.models import Clause, Model
@@ -45,7 +46,8 @@ def _mask(pages: set[int], total: int, device: torch.device) -> torch.Tensor:
     return mask
 
 
-def _sides(check: Check) -> list[tuple[str, Side, torch.Tensor]]:
+def free_tensors(check: Check) -> list[tuple[str, Side, torch.Tensor]]:
+    """(name, the model's side, free pages seen) for each pool."""
     full, swa, _ = check.after.tensors()
     sides = [("full", check.model.full, full)]
     if check.model.geometry.hybrid:
@@ -64,7 +66,7 @@ def _clause(law: str, expected: str, seen: str, side: str, pages: tuple[int, ...
 def conservation(check: Check) -> list[Clause]:
     """L1 on tensors."""
     clauses = pending_kept(check)
-    for name, side, free in _sides(check):
+    for name, side, free in free_tensors(check):
         wanted = _mask(side.free, side.total, free.device)
         seen = _counts(free, side.total) > 0
         seen[0] = False
@@ -80,7 +82,7 @@ def conservation(check: Check) -> list[Clause]:
 def no_page_twice(check: Check) -> list[Clause]:
     """L2 on tensors."""
     clauses: list[Clause] = []
-    for name, side, free in _sides(check):
+    for name, side, free in free_tensors(check):
         if twice := _ids(_counts(free, side.total) > 1):
             expected = f"each {name} page once in the free containers"
             clauses.append(_clause("L2", expected, f"{some(twice)} more than once", name, twice))
@@ -236,7 +238,7 @@ def drained(check: Check) -> list[Clause]:
     if not check.drained:
         return []
     clauses: list[Clause] = []
-    for name, side, free in _sides(check):
+    for name, side, free in free_tensors(check):
         if free.numel() != side.total:
             missing = _counts(free, side.total) == 0
             missing[0] = False
@@ -309,7 +311,7 @@ def _wrong_pages(due: DueStamps, stream: Stream, rows: torch.Tensor) -> list[tup
 
 def group_law(check: Check) -> list[Clause]:
     """L6 on tensors, where it holds."""
-    if not isinstance(check.op, GroupEnd) or all(_as_the_model(*it) for it in _sides(check)):
+    if not isinstance(check.op, GroupEnd) or all(_as_the_model(*it) for it in free_tensors(check)):
         return []
     return plain.group_law(check)
 
@@ -355,6 +357,7 @@ VECTORISED: dict[str, LawForm] = {
     "L3": mapped_is_allocated,
     "L2": no_page_twice,
     "L4": no_stale_mapping,
+    "L5": failure_changes_nothing,
     "L6": group_law,
     "L1": conservation,
     "tree": tree_quickly,

@@ -6,7 +6,8 @@ Follows ops whose answers have been judged; changes nothing by itself and judges
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 from kvcore.models import ops
 from kvcore.models.contract import Contract
@@ -25,6 +26,10 @@ class Books:
     ``device_detached``: the same of device pages. ``ghosts``: the full pages that a name gave up
     last. ``groups``: how many were begun so far. ``buffers``: device pages of each buffer on loan.
     ``last_name``: the highest sequence name used so far.
+
+    ``owners``: the page of a row for each full page that is lent, and ``changed``: full pages whose
+    owner or entries became others since somebody who keeps account looked. Both say nothing that
+    the rows do not; who looks at few pages of many need not go through them all.
     """
 
     def __init__(self, geometry: Geometry, contract: Contract | None = None) -> None:
@@ -48,6 +53,8 @@ class Books:
         self.used_buffers: set[int] = set()
         self.memory = MemoryBooks()
         self.stamps = 0
+        self.owners: dict[int, Page] = {}
+        self.changed: set[int] = set()
 
     def lent_pages(self) -> Iterable[tuple[int, Page]]:
         """(sequence, page) for every page that a live row holds."""
@@ -56,36 +63,55 @@ class Books:
                 if not page.gone:
                     yield seq, page
 
+    def _own(self, page: Page) -> None:
+        """A row holds the page from now on, or its entries became others."""
+        self.owners[page.full] = page
+        self.changed.add(page.full)
+
+    def _disown(self, full: int) -> None:
+        """No row holds the full page any more."""
+        self.owners.pop(full, None)
+        self.changed.add(full)
+
     def _commit(self, seq: int, share: Share) -> None:
         self.used.add(seq)
         self.last_name = max(self.last_name, seq)
-        row = self.rows.setdefault(seq, Row())
+        row = self.rows.get(seq)
+        if row is None:
+            row = self.rows[seq] = Row()
         entries = iter(share.entries)
-        for mapped in share.onto_last:
-            self._stamp(row.pages[-1], mapped, entry=next(entries, False))
-        for full, swa, mapped_tokens in share.pages:
+        if share.onto_last:
+            last = row.pages[-1]
+            self._stamp(last, share.onto_last, entries)
+            self._own(last)
+        for full, swa, mapped in share.pages:
             page = Page(full, swa)
-            self.full.free.discard(full)
+            self.full.take(full)
             if swa:
-                self.swa.free.discard(swa)
-            for mapped in mapped_tokens:
-                self._stamp(page, mapped, entry=next(entries, False))
+                self.swa.take(swa)
+            self._stamp(page, mapped, entries)
             row.pages.append(page)
+            self._own(page)
         for number, device in share.device.items():
-            self.device.free.discard(device)
+            self.device.take(device)
             row.pages[number].device = device
+            self._own(row.pages[number])
 
-    def _stamp(self, page: Page, mapped: bool, *, entry: bool) -> None:
-        """A new token; what is lent while the pool is paused holds zeros."""
-        self.stamps += 1
+    def _stamp(self, page: Page, mapped: list[bool], entries: Iterator[bool]) -> None:
+        """New tokens in a page, one for each of ``mapped``; what is lent while the pool is paused
+        holds zeros."""
+        first = self.stamps + 1
+        self.stamps += len(mapped)
+        new: Sequence[int] = range(first, first + len(mapped))
+        page.full_stamps += new
         if "kv_cache" in self.memory.paused:
-            page.full_stamps.append(ERASED)
-            page.swa_stamps.append(UNKNOWN if mapped else NO_PEER)
-            page.device_stamps.append(UNKNOWN if entry else NO_PEER)
-            return
-        page.full_stamps.append(self.stamps)
-        page.swa_stamps.append(self.stamps if mapped else NO_PEER)
-        page.device_stamps.append(self.stamps if entry else NO_PEER)
+            page.full_stamps[-len(mapped) :] = [ERASED] * len(mapped)
+            new = [UNKNOWN] * len(mapped)
+        page.swa_stamps += _where(mapped, new)
+        if self.geometry.sparse:
+            page.device_stamps += _where([next(entries, False) for _ in mapped], new)
+        else:
+            page.device_stamps += [NO_PEER] * len(mapped)
 
     def _fill_from_backup(self, op: ops.Restore) -> None:
         """The restored row holds what the backup held; a slot whose old or new side has no peer
@@ -107,45 +133,38 @@ class Books:
                 at += 1
 
     def _follow(self, op: ops.Op) -> None:
-        match op:
-            case ops.Free():
-                self._give_up(op.seq, op.start, op.stop)
-            case ops.FreeSwa():
-                self._free_swa(op)
-            case ops.FreeFull():
-                self._give_up(op.seq, op.start, op.stop)
-            case ops.GroupBegin():
-                self.group_open = True
-                self.groups += 1
-            case ops.GroupEnd():
-                self._close_group()
-            case ops.Recover():
-                self._recover(op)
-            case ops.Retract():
-                self._retract(op)
-            case ops.Clear():
-                self._clear()
-            case _:
-                self._follow_apart(op)
+        _EFFECTS[type(op)](self, op)
 
-    def _follow_apart(self, op: ops.Op) -> None:
-        """Ops on device slots and on memory."""
-        match op:
-            case ops.FreeDevice():
-                for page in self.rows[op.seq].span(op.start, op.stop):
-                    self._detach_device(page, deferred=self.group_open)
-            case ops.FreeBuffer():
-                for device in self.buffers.pop(op.buffer):
-                    self.device.release(device, deferred=self.group_open)
-            case ops.Reserve():
-                self.memory.reserve(op)
-            case ops.Drop():
-                self.memory.drop(op.region)
-            case ops.Pause():
-                if self.memory.pause(op.memory) and op.memory == "kv_cache":
-                    self._erase()
-            case ops.Resume():
-                self.memory.resume(op.memory)
+    def _give_up_named(self, op: ops.Free | ops.FreeFull) -> None:
+        self._give_up(op.seq, op.start, op.stop)
+
+    def _begin_group(self, op: ops.GroupBegin) -> None:
+        self.group_open = True
+        self.groups += 1
+
+    def _end_group(self, op: ops.GroupEnd) -> None:
+        self._close_group()
+
+    def _free_device(self, op: ops.FreeDevice) -> None:
+        for page in self.rows[op.seq].span(op.start, op.stop):
+            self._detach_device(page, deferred=self.group_open)
+
+    def _free_buffer(self, op: ops.FreeBuffer) -> None:
+        for device in self.buffers.pop(op.buffer):
+            self.device.release(device, deferred=self.group_open)
+
+    def _reserve(self, op: ops.Reserve) -> None:
+        self.memory.reserve(op)
+
+    def _drop_region(self, op: ops.Drop) -> None:
+        self.memory.drop(op.region)
+
+    def _pause(self, op: ops.Pause) -> None:
+        if self.memory.pause(op.memory) and op.memory == "kv_cache":
+            self._erase()
+
+    def _resume(self, op: ops.Resume) -> None:
+        self.memory.resume(op.memory)
 
     def _erase(self) -> None:
         """Every row of the pool holds zeros from now on."""
@@ -162,6 +181,7 @@ class Books:
                 continue
             page.gone_in = self.groups if deferred else 0
             self.full.release(page.full, deferred=deferred)
+            self._disown(page.full)
             if deferred:
                 self.detached[page.full] = page.full
 
@@ -174,6 +194,7 @@ class Books:
             self._detach(page, deferred=self.group_open)
             self._detach_device(page, deferred=self.group_open)
             self.full.release(page.full, deferred=self.group_open)
+            self._disown(page.full)
         self.ghosts[seq] = tuple(page.full for page in pages if not page.gone)
         row.pages[start : start + len(pages)] = []
         self._close_empty(seq)
@@ -194,6 +215,7 @@ class Books:
             self.detached[page.full] = page.swa
         page.swa = 0
         page.swa_stamps = [NO_PEER] * page.tokens
+        self.changed.add(page.full)
 
     def _detach_device(self, page: Page, *, deferred: bool) -> None:
         if page.device == 0:
@@ -203,11 +225,13 @@ class Books:
             self.device_detached[page.full] = page.device
         page.device = 0
         page.device_stamps = [NO_PEER] * page.tokens
+        self.changed.add(page.full)
 
     def _close_group(self) -> None:
         self.full.settle()
         self.swa.settle()
         self.device.settle()
+        self.changed.update(self.detached, self.device_detached)
         self.detached = {}
         self.device_detached = {}
         self.group_open = False
@@ -223,12 +247,15 @@ class Books:
             if op.locked:
                 self._detach_device(new, deferred=deferred)
                 self.full.release(new.full, deferred=deferred)
+                self._disown(new.full)
             else:
                 self._detach_device(old, deferred=self.group_open)
                 self.full.release(old.full, deferred=self.group_open)
+                self._disown(old.full)
                 old.full, old.full_stamps = new.full, new.full_stamps
                 old.device, old.device_stamps = new.device, new.device_stamps
             old.swa, old.swa_stamps = new.swa, new.swa_stamps
+            self._own(old)
         row.pages[op.incoming_start : op.incoming_start + op.pages] = []
         self._close_empty(op.incoming)
 
@@ -249,11 +276,39 @@ class Books:
         self.used_backups.add(op.backup)
         self._give_up(op.seq, 0, None)
 
-    def _clear(self) -> None:
+    def _clear(self, op: ops.Clear) -> None:
         for seq, row in self.rows.items():
             self.ghosts[seq] = tuple(page.full for page in row.pages if not page.gone)
         self.rows = {}
+        self.changed.update(self.owners)
+        self.owners.clear()
         self._close_group()
         self.buffers = {}
         for side in (self.full, self.swa, self.device, self.requests):
             side.reset()
+
+
+def _where(mapped: Sequence[bool], stamps: Sequence[int]) -> Iterable[int]:
+    """The stamps of the tokens that are mapped, `NO_PEER` for the others."""
+    if all(mapped):
+        return stamps
+    return [stamp if there else NO_PEER for there, stamp in zip(mapped, stamps, strict=True)]
+
+
+_EFFECTS: dict[type[ops.Op], Callable[[Books, Any], None]] = {
+    ops.Free: Books._give_up_named,
+    ops.FreeSwa: Books._free_swa,
+    ops.FreeFull: Books._give_up_named,
+    ops.GroupBegin: Books._begin_group,
+    ops.GroupEnd: Books._end_group,
+    ops.Recover: Books._recover,
+    ops.Retract: Books._retract,
+    ops.Clear: Books._clear,
+    ops.FreeDevice: Books._free_device,
+    ops.FreeBuffer: Books._free_buffer,
+    ops.Reserve: Books._reserve,
+    ops.Drop: Books._drop_region,
+    ops.Pause: Books._pause,
+    ops.Resume: Books._resume,
+}
+"""What follows from each op whose answer says nothing."""

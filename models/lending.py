@@ -11,7 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from kvcore.models.geometry import Geometry
-from kvcore.models.state import Row, Side
+from kvcore.models.state import Page, Row, Side
 from kvcore.models.violation import Clause, some
 
 
@@ -65,17 +65,17 @@ class LendingJudge:
         size = self.geometry.page_size
         got = Share()
         room = -row.tokens % size
-        for index, slot in enumerate(slots[:room]):
-            self._continue_page(row, row.tokens + index, slot, peers[index], mapped[index])
-            got.onto_last.append(mapped[index])
+        if room:
+            got.onto_last = mapped[:room]
+            for offset, owed in enumerate(got.onto_last, size - room):
+                at = offset - size + room
+                self._continue_page(row.pages[-1], offset, slots[at], peers[at], owed)
         for start in range(room, len(slots), size):
             chunk = slice(start, start + size)
             got.pages.append(self._new_page(slots[chunk], peers[chunk], mapped[chunk]))
         return got
 
-    def _continue_page(self, row: Row, position: int, slot: int, peer: int, mapped: bool) -> None:
-        last = row.pages[-1]
-        offset = position % self.geometry.page_size
+    def _continue_page(self, last: Page, offset: int, slot: int, peer: int, mapped: bool) -> None:
         wanted = last.full * self.geometry.page_size + offset
         if slot != wanted:
             self.blame(

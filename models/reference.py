@@ -8,12 +8,13 @@ free lists all pass. Leaves out the comparison with a target's state: that is th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 from kvcore.models import ops
 from kvcore.models.books import Books
 from kvcore.models.closing import closing_ops, probing_ops
+from kvcore.models.contract import Contract
 from kvcore.models.hostile import HOSTILE_CALLS
 from kvcore.models.lending import LendingJudge, Share
 from kvcore.models.mismatch import Mismatch
@@ -38,21 +39,33 @@ class Part(NamedTuple):
 
     def mapped(self, hybrid: bool) -> list[bool]:
         """For each token whether the call owes it a peer."""
-        end = self.tokens - self.beyond
-        return [hybrid and end - self.tail <= i < end for i in range(self.tokens)]
+        if not hybrid:
+            return [False] * self.tokens
+        before = self.tokens - self.beyond - self.tail
+        return [False] * before + [True] * self.tail + [False] * self.beyond
 
 
 class Model(Books):
     """The judge: which ops are allowed, and which answers a right allocator may give. The state is
     that of `Books`: what all right allocators agree on, up to the choice of free pages."""
 
+    _allowed: tuple[ops.Op, Contract] | None = None
+    """What was last found to be allowed in this state, and by which contract: a source asks, and
+    then the run."""
+
     def why_not(self, op: ops.Op) -> str | None:
         """The reason why ``op`` is not allowed now, or None."""
-        return why_not(self, op)
+        known = self._allowed
+        if known is not None and known[0] is op and known[1] is self.contract:
+            return None
+        reason = why_not(self, op)
+        if reason is None:
+            self._allowed = (op, self.contract)
+        return reason
 
     def allows(self, op: ops.Op) -> bool:
         """Whether the contract lets a caller make this call now."""
-        return why_not(self, op) is None
+        return self.why_not(op) is None
 
     def must_refuse(self, op: ops.Op) -> bool:
         """Whether there is too little room for ``op``."""
@@ -69,32 +82,19 @@ class Model(Books):
 
     def accept(self, op: ops.Op, outcome: Outcome) -> None:
         """Follow ``outcome``; raises `Mismatch` if no right allocator answers so."""
+        self._allowed = None
         self.memory.fresh = False
         if isinstance(op, ops.Hostile):
             self._accept_hostile(op, outcome)
             return
         self._judge_error(op, outcome)
-        match op:
-            case (
-                ops.Alloc()
-                | ops.Extend()
-                | ops.ExtendLogical()
-                | ops.Decode()
-                | ops.SwaTail()
-                | ops.Restore()
-                | ops.LoadBack()
-            ):
-                self._accept_lent(op, outcome)
-            case ops.LoadBackSwa():
-                self._accept_load_back_swa(op, outcome)
-            case ops.DeviceBuffer():
-                self._accept_device_buffer(op, outcome)
-            case ops.Relocate():
-                self._accept_relocate(op, outcome)
-            case _:
-                if not isinstance(outcome, Done):
-                    self._reject("layout", f"{op.kind} answers nothing", str(outcome))
-                self._follow(op)
+        judge = _LENDING.get(type(op))
+        if judge is not None:
+            judge(self, op, outcome)
+            return
+        if not isinstance(outcome, Done):
+            self._reject("layout", f"{op.kind} answers nothing", str(outcome))
+        self._follow(op)
 
     def _judge_error(self, op: ops.Op, outcome: Outcome) -> None:
         if isinstance(outcome, Raised):
@@ -110,8 +110,8 @@ class Model(Books):
         if not self._judge_room(op, outcome):
             return
         assert isinstance(outcome, Lent)
-        parts = self._parts(op)
-        tokens = sum(part.tokens for part in parts)
+        parts = _PARTS[type(op)](self, op)
+        tokens = parts[0].tokens if len(parts) == 1 else sum(part.tokens for part in parts)
         hybrid, sparse = self.geometry.hybrid, self.geometry.sparse
         slots = list(outcome.slots)
         peers = list(outcome.peers) if hybrid else [0] * len(slots)
@@ -126,7 +126,7 @@ class Model(Books):
         at = 0
         for part in parts:
             chunk = slice(at, at + part.tokens)
-            row = self.rows.get(part.seq, Row())
+            row = self.rows.get(part.seq) or Row()
             share = judge.share(row, slots[chunk], peers[chunk], part.mapped(hybrid))
             if sparse:
                 judge.entries(row, device[chunk], owed=part.on_device, share=share)
@@ -138,7 +138,7 @@ class Model(Books):
         for seq, share in shares:
             self._commit(seq, share)
         for seq, request in taken:
-            self.requests.free.discard(request)
+            self.requests.take(request)
             self.rows[seq].request = request
         if isinstance(op, ops.Restore):
             self._fill_from_backup(op)
@@ -155,27 +155,6 @@ class Model(Books):
             if request not in self.requests.free:
                 self._reject("L1", "a free row of the request pool", f"row {request}")
         return list(zip(new, taken, strict=True))
-
-    def _parts(self, op: ops.Op) -> list[Part]:
-        """What each sequence gains, in the order of the answer."""
-        size = self.geometry.page_size
-        match op:
-            case ops.Alloc():
-                return [Part(op.seq, op.pages * size, op.pages * size, on_device=True)]
-            case ops.Extend():
-                return [Part(seq, tokens, tokens, on_device=True) for seq, tokens in op.parts]
-            case ops.ExtendLogical():
-                return [Part(seq, tokens, tokens) for seq, tokens in op.parts]
-            case ops.Decode():
-                return [Part(seq, 1, 1) for seq in op.seqs]
-            case ops.SwaTail():
-                return [Part(op.seq, op.tokens, op.tail, op.beyond)]
-            case ops.LoadBack():
-                return [Part(op.seq, op.pages * size, op.swa_pages * size)]
-            case ops.Restore():
-                return [Part(op.seq, restored_tokens(self, op), restored_tail(self, op))]
-            case _:
-                return []
 
     def _judge_room(self, op: ops.Op, outcome: Outcome) -> bool:
         """Whether slots were lent, and rightly so (law L7)."""
@@ -219,8 +198,9 @@ class Model(Books):
         if judge.clauses:
             raise Mismatch(judge.clauses)
         for page, swa in zip(pages, found, strict=True):
-            self.swa.free.discard(swa)
+            self.swa.take(swa)
             page.swa = swa
+            self._own(page)
             for offset in range(page.tokens):
                 self.stamps += 1
                 page.swa_stamps[offset] = self.stamps
@@ -249,7 +229,10 @@ class Model(Books):
             self.device.release(surplus, deferred=self.group_open)
         for held in row.pages:
             held.device, held.device_stamps = 0, [NO_PEER] * held.tokens
-        self.device.free.difference_update(got)
+            if not held.gone:
+                self._own(held)
+        for page in got:
+            self.device.take(page)
         self.buffers[op.buffer] = tuple(got)
         self.used_buffers.add(op.buffer)
 
@@ -275,13 +258,16 @@ class Model(Books):
             seen = [stamp if stamp != NO_PEER else UNKNOWN for stamp in page.swa_stamps]
             stamps = seen if hybrid else [NO_PEER] * page.tokens
             new = Page(full, swa, page.full_stamps, stamps, 0, [NO_PEER] * page.tokens)
-            self.full.free.discard(full)
-            self.swa.free.discard(swa)
+            self.full.take(full)
+            if swa:
+                self.swa.take(swa)
             row.pages.append(new)
+            self._own(new)
         for page in old:
             self._detach(page, deferred=self.group_open)
             self._detach_device(page, deferred=self.group_open)
             self.full.release(page.full, deferred=self.group_open)
+            self._disown(page.full)
         self.ghosts[op.seq] = tuple(page.full for page in old)
 
     def _accept_hostile(self, op: ops.Hostile, outcome: Outcome) -> None:
@@ -295,3 +281,60 @@ class Model(Books):
 
     def _reject(self, law: str, expected: str, seen: str) -> None:
         raise Mismatch([Clause(law, expected, seen)])
+
+
+_LENDING: dict[type[ops.Op], Callable[[Model, Any, Outcome], None]] = {
+    ops.Alloc: Model._accept_lent,
+    ops.Extend: Model._accept_lent,
+    ops.ExtendLogical: Model._accept_lent,
+    ops.Decode: Model._accept_lent,
+    ops.SwaTail: Model._accept_lent,
+    ops.Restore: Model._accept_lent,
+    ops.LoadBack: Model._accept_lent,
+    ops.LoadBackSwa: Model._accept_load_back_swa,
+    ops.DeviceBuffer: Model._accept_device_buffer,
+    ops.Relocate: Model._accept_relocate,
+}
+"""Who judges the answers of the ops that lend; all others answer nothing."""
+
+
+def _of_alloc(model: Model, op: ops.Alloc) -> list[Part]:
+    tokens = op.pages * model.geometry.page_size
+    return [Part(op.seq, tokens, tokens, on_device=True)]
+
+
+def _of_extend(model: Model, op: ops.Extend) -> list[Part]:
+    return [Part(seq, tokens, tokens, on_device=True) for seq, tokens in op.parts]
+
+
+def _of_extend_logical(model: Model, op: ops.ExtendLogical) -> list[Part]:
+    return [Part(seq, tokens, tokens) for seq, tokens in op.parts]
+
+
+def _of_decode(model: Model, op: ops.Decode) -> list[Part]:
+    return [Part(seq, 1, 1) for seq in op.seqs]
+
+
+def _of_swa_tail(model: Model, op: ops.SwaTail) -> list[Part]:
+    return [Part(op.seq, op.tokens, op.tail, op.beyond)]
+
+
+def _of_load_back(model: Model, op: ops.LoadBack) -> list[Part]:
+    size = model.geometry.page_size
+    return [Part(op.seq, op.pages * size, op.swa_pages * size)]
+
+
+def _of_restore(model: Model, op: ops.Restore) -> list[Part]:
+    return [Part(op.seq, restored_tokens(model, op), restored_tail(model, op))]
+
+
+_PARTS: dict[type[ops.Op], Callable[[Model, Any], list[Part]]] = {
+    ops.Alloc: _of_alloc,
+    ops.Extend: _of_extend,
+    ops.ExtendLogical: _of_extend_logical,
+    ops.Decode: _of_decode,
+    ops.SwaTail: _of_swa_tail,
+    ops.LoadBack: _of_load_back,
+    ops.Restore: _of_restore,
+}
+"""What each sequence gains, in the order of the answer."""

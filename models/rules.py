@@ -34,46 +34,13 @@ class Need(NamedTuple):
     requests: int = 0
 
 
+NOTHING = Need()
+
+
 def demand(model: Model, op: ops.Op) -> Need:
     """What ``op`` needs; nothing for an op that lends nothing."""
-    pages = model.geometry.pages_for
-    match op:
-        case ops.Alloc():
-            parts = ((op.seq, op.pages * model.geometry.page_size),)
-            return _need(model, parts, op.pages, op.pages, on_device=True)
-        case ops.Extend():
-            full = sum(_growth(model, seq, tokens) for seq, tokens in op.parts)
-            return _need(model, op.parts, full, full, on_device=True)
-        case ops.ExtendLogical():
-            full = sum(_growth(model, seq, tokens) for seq, tokens in op.parts)
-            return _need(model, op.parts, full, full)
-        case ops.Decode():
-            full = sum(_growth(model, seq, 1) for seq in op.seqs)
-            return _need(model, (), full, full)
-        case ops.SwaTail():
-            full = _growth(model, op.seq, op.tokens)
-            return _need(model, ((op.seq, op.tokens),), full, pages(op.tail))
-        case ops.LoadBack():
-            return _need(model, ((op.seq, 0),), op.pages, op.swa_pages)
-        case ops.LoadBackSwa():
-            row = model.rows.get(op.seq)
-            return Need(swa=len(row.span(op.start, op.stop)) if row else 0)
-        case ops.Restore():
-            if op.backup not in model.backups:
-                return Need()
-            tokens = restored_tokens(model, op)
-            swa = pages(restored_tail(model, op))
-            return _need(model, ((op.seq, tokens),), pages(tokens), swa)
-        case ops.Relocate():
-            row = model.rows.get(op.seq)
-            full = pages(row.tokens) if row else 0
-            return _need(model, (), full, full)
-        case ops.DeviceBuffer():
-            row = model.rows.get(op.seq)
-            own = sum(page.device != 0 for page in row.pages) if row else 0
-            return Need(device=max(0, op.pages - own))
-        case _:
-            return Need()
+    needs = _NEEDS.get(type(op))
+    return NOTHING if needs is None else needs(model, op)
 
 
 def restored_tokens(model: Model, op: ops.Restore) -> int:
@@ -115,6 +82,74 @@ def _need(
     return Need(full, swa if geometry.hybrid else 0, device, requests)
 
 
+def _need_of_alloc(model: Model, op: ops.Alloc) -> Need:
+    parts = ((op.seq, op.pages * model.geometry.page_size),)
+    return _need(model, parts, op.pages, op.pages, on_device=True)
+
+
+def _need_of_extend(model: Model, op: ops.Extend | ops.ExtendLogical) -> Need:
+    full = 0
+    for seq, tokens in op.parts:
+        full += _growth(model, seq, tokens)
+    return _need(model, op.parts, full, full, on_device=isinstance(op, ops.Extend))
+
+
+def _need_of_decode(model: Model, op: ops.Decode) -> Need:
+    full = 0
+    for seq in op.seqs:
+        full += _growth(model, seq, 1)
+    return _need(model, (), full, full)
+
+
+def _need_of_swa_tail(model: Model, op: ops.SwaTail) -> Need:
+    full = _growth(model, op.seq, op.tokens)
+    return _need(model, ((op.seq, op.tokens),), full, model.geometry.pages_for(op.tail))
+
+
+def _need_of_load_back(model: Model, op: ops.LoadBack) -> Need:
+    return _need(model, ((op.seq, 0),), op.pages, op.swa_pages)
+
+
+def _need_of_load_back_swa(model: Model, op: ops.LoadBackSwa) -> Need:
+    row = model.rows.get(op.seq)
+    return Need(swa=len(row.span(op.start, op.stop)) if row else 0)
+
+
+def _need_of_restore(model: Model, op: ops.Restore) -> Need:
+    if op.backup not in model.backups:
+        return NOTHING
+    pages, tokens = model.geometry.pages_for, restored_tokens(model, op)
+    swa = pages(restored_tail(model, op))
+    return _need(model, ((op.seq, tokens),), pages(tokens), swa)
+
+
+def _need_of_relocate(model: Model, op: ops.Relocate) -> Need:
+    row = model.rows.get(op.seq)
+    full = model.geometry.pages_for(row.tokens) if row else 0
+    return _need(model, (), full, full)
+
+
+def _need_of_device_buffer(model: Model, op: ops.DeviceBuffer) -> Need:
+    row = model.rows.get(op.seq)
+    own = sum(page.device != 0 for page in row.pages) if row else 0
+    return Need(device=max(0, op.pages - own))
+
+
+_NEEDS: dict[type[ops.Op], Callable[[Model, Any], Need]] = {
+    ops.Alloc: _need_of_alloc,
+    ops.Extend: _need_of_extend,
+    ops.ExtendLogical: _need_of_extend,
+    ops.Decode: _need_of_decode,
+    ops.SwaTail: _need_of_swa_tail,
+    ops.LoadBack: _need_of_load_back,
+    ops.LoadBackSwa: _need_of_load_back_swa,
+    ops.Restore: _need_of_restore,
+    ops.Relocate: _need_of_relocate,
+    ops.DeviceBuffer: _need_of_device_buffer,
+}
+"""What each op that lends needs."""
+
+
 def lacks_room(model: Model, op: ops.Op) -> bool:
     """Whether a side has less than ``op`` needs: the answer must be a refusal."""
     need = demand(model, op)
@@ -137,9 +172,10 @@ def why_not(model: Model, op: ops.Op) -> Reason:
 
 
 def _growth(model: Model, seq: int, tokens: int) -> int:
+    size = model.geometry.page_size
     row = model.rows.get(seq)
     before = row.tokens if row else 0
-    return model.geometry.pages_for(before + tokens) - model.geometry.pages_for(before)
+    return -(-(before + tokens) // size) + -before // size
 
 
 def _fresh(model: Model, seq: int) -> Reason:

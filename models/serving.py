@@ -257,14 +257,19 @@ class ServingModel(ServingBooks):
             stamps = growth.tokens.stamps(growth.start, growth.stop)
         at = len(share.onto_last)
         if at:
-            growth.pages[-1].full_stamps += stamps[:at]
-            growth.pages[-1].swa_stamps += stamps[:at]
+            last = growth.pages[-1]
+            last.full_stamps += stamps[:at]
+            last.swa_stamps += stamps[:at]
+            self._own(last)
         for full, swa, mapped in share.pages:
-            self.full.free.discard(full)
-            self.swa.free.discard(swa)
+            self.full.take(full)
+            if swa:
+                self.swa.take(swa)
             own = stamps[at : at + len(mapped)]
             peers = list(own) if swa else [NO_PEER] * len(own)
-            growth.pages.append(Page(full, swa, own, peers))
+            page = Page(full, swa, own, peers)
+            growth.pages.append(page)
+            self._own(page)
             at += len(mapped)
 
     # Ops that lend nothing.

@@ -145,6 +145,7 @@ class ServingBooks(Model):
         for page in pages:
             self._detach(page, deferred=self.group_open)
             self.full.release(page.full, deferred=self.group_open)
+            self._disown(page.full)
 
     def _strip(self, pages: Iterable[Page]) -> None:
         """The pages' peers are given up."""
@@ -184,6 +185,8 @@ class ServingBooks(Model):
                 joins = self.group_open and self.contract.full_side_joins_group
                 node.page.swa, node.page.swa_stamps = page.swa, page.swa_stamps
                 self.full.release(page.full, deferred=joins)
+                self._disown(page.full)
+                self._own(node.page)
                 self.tree.turn(node, "live")
             else:
                 self._drop((node.page,))
@@ -209,7 +212,7 @@ class ServingBooks(Model):
         self.tree.use(running.path)
         self.live[name] = running
         self.rows[name] = Row([node.page for node in running.path], request)
-        self.requests.free.discard(request)
+        self.requests.take(request)
         self.used.add(name)
         self.last_name = max(self.last_name, name)
 
@@ -279,6 +282,7 @@ class ServingBooks(Model):
         if after % size:
             del pages[-1].full_stamps[after % size :]
             del pages[-1].swa_stamps[after % size :]
+            self._own(pages[-1])
         for at, stamp in enumerate(running.tokens.stamps(before, after), before):
             page, offset = pages[at // size], at % size
             page.full_stamps[offset] = page.swa_stamps[offset] = stamp
@@ -322,7 +326,8 @@ class ServingBooks(Model):
         for node, swa in zip(load.loading, peers, strict=True):
             node.page.swa = swa
             node.page.swa_stamps = [UNKNOWN] * self.geometry.page_size
-            self.swa.free.discard(swa)
+            self.swa.take(swa)
+            self._own(node.page)
             self.tree.turn(node, "loading")
         self.loads[name] = load
         self.used_loads.add(name)

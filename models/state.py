@@ -47,7 +47,7 @@ class Page:
     @property
     def fully_mapped(self) -> bool:
         """Whether every token of the page has a peer."""
-        return all(stamp != NO_PEER for stamp in self.swa_stamps)
+        return NO_PEER not in self.swa_stamps
 
 
 @dataclass(slots=True)
@@ -61,7 +61,11 @@ class Row:
     @property
     def tokens(self) -> int:
         """Tokens in the row."""
-        return sum(page.tokens for page in self.pages)
+        pages = self.pages
+        if not pages:
+            return 0
+        # All pages but the last have as many tokens as the first.
+        return (len(pages) - 1) * len(pages[0].full_stamps) + len(pages[-1].full_stamps)
 
     def evicted(self, page_size: int, *, pure_swa: bool = False) -> int:
         """Tokens in the whole pages at the front that have no peer, or with ``pure_swa`` are
@@ -97,25 +101,37 @@ class Backup:
 
 @dataclass(slots=True)
 class Side:
-    """One pool: which pages are free and which wait for the end of the group."""
+    """One pool: which pages are free and which wait for the end of the group. ``moved``: pages that
+    were taken or came back since somebody who keeps account looked."""
 
     total: int
     free: set[int] = field(default_factory=set)
     pending: set[int] = field(default_factory=set)
+    moved: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.reset()
+        self.free = set(range(1, self.total + 1))
 
     def reset(self) -> None:
         """Every page is free."""
-        self.free = set(range(1, self.total + 1))
+        every = set(range(1, self.total + 1))
+        self.moved |= every - self.free
+        self.free = every
         self.pending = set()
+
+    def take(self, page: int) -> None:
+        """The page is lent."""
+        self.free.discard(page)
+        self.moved.add(page)
 
     def release(self, page: int, *, deferred: bool) -> None:
         """The page is free, or with ``deferred`` waits for the end of the group."""
         (self.pending if deferred else self.free).add(page)
+        self.moved.add(page)
 
     def settle(self) -> None:
         """The group ended: what waited is free."""
-        self.free |= self.pending
-        self.pending = set()
+        if self.pending:
+            self.free |= self.pending
+            self.moved |= self.pending
+            self.pending = set()
