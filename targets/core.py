@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 
@@ -73,6 +74,7 @@ class CoreParts:
     pools: PoolParts = field(default_factory=PoolParts)
 
 
+@lru_cache(maxsize=64)
 def core_contract(geometry: Geometry, *, validate: bool) -> Contract:
     """The widest contract: every op, every form, every hostile call that the build can see."""
     out: frozenset[str] = frozenset()

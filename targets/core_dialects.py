@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Generic, TypeVar
 
+import numpy as np
 import torch
 
 from kvcore import (
@@ -18,16 +19,8 @@ from kvcore import (
 )
 from kvcore.allocator.single import SinglePoolAllocator
 from kvcore.models.ops import Form
-from kvcore.targets.dialect import Slots, as_tensor
+from kvcore.targets.dialect import Slots, decode_vectors, extend_vectors
 from kvcore.targets.protocol import Answers
-
-CPU = torch.device("cpu")
-
-
-def batch_tensors(lengths: list[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Row lengths as the field passes them: on the device and on the host, int64."""
-    host = as_tensor(lengths, CPU)
-    return host.to(device), host
 
 
 def all_free(side: SinglePoolAllocator) -> torch.Tensor:
@@ -35,6 +28,11 @@ def all_free(side: SinglePoolAllocator) -> torch.Tensor:
     if not side.need_sort:
         return side.free_pages
     return torch.cat([side.free_pages, side.release_pages])
+
+
+def pending_of(side: SinglePoolAllocator, nothing: torch.Tensor) -> torch.Tensor:
+    """Pages of one pool that wait for the end of its group; ``nothing`` where none is open."""
+    return side.pending_pages if side.free_group_is_open else nothing
 
 
 AllocatorT = TypeVar("AllocatorT", bound=BaseTokenToKVPoolAllocator)
@@ -46,6 +44,8 @@ class CoreDialect(Generic[AllocatorT]):
     def __init__(self, allocator: AllocatorT, device: torch.device) -> None:
         self.allocator = allocator
         self.device = device
+        self.nothing = torch.empty(0, dtype=torch.int64, device=device)
+        """No pages, no slots."""
 
     def alloc(self, need: int) -> Slots | None:
         """`alloc`."""
@@ -53,15 +53,12 @@ class CoreDialect(Generic[AllocatorT]):
 
     def extend(self, before: list[int], after: list[int], last: list[int]) -> Slots | None:
         """`alloc_extend`."""
-        last_loc = as_tensor(last, self.device)
-        prefix = batch_tensors(before, self.device)
-        seq = batch_tensors(after, self.device)
-        return self.allocator.alloc_extend(*prefix, *seq, last_loc, sum(after) - sum(before))
+        vectors = extend_vectors(before, after, last, self.device)
+        return self.allocator.alloc_extend(*vectors, sum(after) - sum(before))
 
     def decode(self, after: list[int], last: list[int]) -> Slots | None:
         """`alloc_decode`."""
-        last_loc = as_tensor(last, self.device)
-        return self.allocator.alloc_decode(*batch_tensors(after, self.device), last_loc)
+        return self.allocator.alloc_decode(*decode_vectors(after, last, self.device))
 
     def free(self, slots: Slots, form: Form, start: int) -> None:
         """`free` and its segment forms."""
@@ -144,7 +141,7 @@ class Unpaired(CoreDialect[AllocatorT]):
 
     def mapping(self) -> torch.Tensor:
         """Empty."""
-        return torch.empty(0, dtype=torch.int64, device=self.device)
+        return self.nothing
 
 
 class SingleDialect(Unpaired[SinglePoolAllocator]):
@@ -155,10 +152,13 @@ class SingleDialect(Unpaired[SinglePoolAllocator]):
         free = all_free(self.allocator)
         return free, free[:0]
 
+    def free_lists(self) -> tuple[list[int], list[int]]:
+        """The same as numbers."""
+        return self.allocator.free_page_list(), []
+
     def pending_pages(self) -> tuple[torch.Tensor, ...]:
         """Pages queued in the group."""
-        pending = self.allocator.pending_pages
-        return pending, pending[:0]
+        return pending_of(self.allocator, self.nothing), self.nothing
 
     def answers(self) -> Answers:
         """Capacity in slots."""
@@ -207,11 +207,9 @@ class PairedDialect(SlidingDialect[HybridT]):
         self, before: int, after: int, last: int, tail: int, beyond: int = 0
     ) -> Slots | None:
         """`alloc_extend_swa_tail`."""
-        last_loc = as_tensor([last], self.device)
-        prefix = batch_tensors([before], self.device)
-        seq = batch_tensors([after], self.device)
+        vectors = extend_vectors([before], [after], [last], self.device)
         return self.allocator.alloc_extend_swa_tail(
-            *prefix, *seq, last_loc, after - before, tail, swa_tail_end=after - beyond
+            *vectors, after - before, tail, swa_tail_end=after - beyond
         )
 
     def recover(self, kept: Slots, incoming: Slots) -> None:
@@ -239,14 +237,39 @@ class PairedDialect(SlidingDialect[HybridT]):
         full, swa = self.allocator.full_attn_allocator, self.allocator.swa_attn_allocator
         return all_free(full), all_free(swa)
 
+    def free_lists(self) -> tuple[list[int], list[int]]:
+        """The same as numbers."""
+        whole = self.allocator
+        return (
+            whole.full_attn_allocator.free_page_list(),
+            whole.swa_attn_allocator.free_page_list(),
+        )
+
     def pending_pages(self) -> tuple[torch.Tensor, ...]:
         """Pages queued on both sides, and the peers that the group has yet to capture."""
         whole = self.allocator
-        first = whole.queued_peer_slots // whole.page_size * whole.page_size
-        slots = first[:, None] + torch.arange(whole.page_size, device=self.device)
-        queued = whole.full_to_swa_index_mapping[slots].amax(dim=1) // whole.page_size
-        swa = torch.cat([whole.swa_attn_allocator.pending_pages, queued[queued > 0]])
-        return whole.full_attn_allocator.pending_pages, torch.unique(swa)
+        full = pending_of(whole.full_attn_allocator, self.nothing)
+        swa = pending_of(whole.swa_attn_allocator, self.nothing)
+        if not whole.free_group_is_open:
+            return full, swa
+        queued = self._queued_peers(whole.queued_peer_slots)
+        if queued.numel() == 0:
+            return full, swa
+        return full, torch.unique(torch.cat([swa, queued]))
+
+    def _queued_peers(self, slots: torch.Tensor) -> torch.Tensor:
+        """The SWA pages of the pages that full ``slots`` lie in, those that have one."""
+        size, mapping = self.allocator.page_size, self.allocator.full_to_swa_index_mapping
+        if slots.is_cpu and mapping.is_cpu:
+            # As below, in arrays: a group is open at every third step of a program.
+            named = slots.numpy()
+            places = (named // size * size)[:, None] + np.arange(size)
+            pages = mapping.numpy()[places].max(axis=1, initial=0) // size
+            return torch.from_numpy(pages[pages > 0])
+        first = slots // size * size
+        every = first[:, None] + torch.arange(size, device=self.device)
+        peers = mapping[every].amax(dim=1) // size
+        return peers[peers > 0]
 
 
 HYBRID_QUERIES = (
@@ -264,31 +287,30 @@ class HybridDialect(PairedDialect[SWATokenToKVPoolAllocator]):
         """Capacity in slots; geometry and capacity of the whole against the sides'."""
         whole = self.allocator
         full, swa = whole.full_attn_allocator, whole.swa_attn_allocator
-        rooms = (full.available_size(), swa.available_size())
-        pages = (rooms[0] // full.page_size, rooms[1] // swa.page_size)
-        return Answers(
-            available=whole.available_size(),
-            full_available=whole.full_available_size(),
-            swa_available=whole.swa_available_size(),
-            outer=(
-                whole.page_size,
-                whole.page_size,
-                whole.size,
-                whole.size_full,
-                whole.size_swa,
-                whole.full_available_size(),
-                whole.swa_available_size(),
-                int(whole.new_pages_available(*pages)),
-                int(whole.new_pages_available(pages[0] + 1, 0)),
-                int(whole.new_pages_available(0, pages[1] + 1)),
-            ),
-            inner=(
-                *(full.page_size, swa.page_size, min(full.size, swa.size), full.size, swa.size),
-                *rooms,
-                *(1, 0, 0),
-            ),
-            asked=HYBRID_QUERIES,
+        size, full_page, swa_page = whole.page_size, full.page_size, swa.page_size
+        full_size, swa_size = full.size, swa.size
+        full_room, swa_room = full.available_size(), swa.available_size()
+        full_said, swa_said = whole.full_available_size(), whole.swa_available_size()
+        full_pages, swa_pages = full_room // full_page, swa_room // swa_page
+        has_pages = whole.new_pages_available
+        outer = (
+            *(size, size, whole.size, whole.size_full, whole.size_swa, full_said, swa_said),
+            int(has_pages(full_pages, swa_pages)),
+            int(has_pages(full_pages + 1, 0)),
+            int(has_pages(0, swa_pages + 1)),
         )
+        smaller = full_size if full_size < swa_size else swa_size
+        inner = (full_page, swa_page, smaller, full_size, swa_size, full_room, swa_room, 1, 0, 0)
+        return Answers(
+            whole.available_size(), full_said, swa_said, outer, inner, asked=HYBRID_QUERIES
+        )
+
+
+PURE_QUERIES = (
+    *("page_size", "size", "size_full", "size_swa", "room for what is free"),
+    *("room for one full page more", "room for one SWA page more"),
+)
+"""What an allocator of one pool in which every layer slides is asked about itself."""
 
 
 class PureDialect(
@@ -302,32 +324,29 @@ class PureDialect(
         free = all_free(self.allocator.swa_attn_allocator)
         return free, free[:0]
 
+    def free_lists(self) -> tuple[list[int], list[int]]:
+        """The same as numbers."""
+        return self.allocator.swa_attn_allocator.free_page_list(), []
+
     def pending_pages(self) -> tuple[torch.Tensor, ...]:
         """Pages queued in the group."""
-        pending = self.allocator.swa_attn_allocator.pending_pages
-        return pending, pending[:0]
+        return pending_of(self.allocator.swa_attn_allocator, self.nothing), self.nothing
 
     def answers(self) -> Answers:
         """Capacity in slots; geometry and capacity of the whole against the pool's."""
         whole, inner = self.allocator, self.allocator.full_attn_allocator
-        room = inner.available_size()
-        pages = room // inner.page_size
+        size, pages = inner.size, inner.available_size() // inner.page_size
+        has_pages = whole.new_pages_available
         return Answers(
-            available=whole.available_size(),
-            full_available=whole.full_available_size(),
-            swa_available=whole.swa_available_size(),
-            outer=(
-                whole.page_size,
-                whole.size,
-                whole.size_full,
-                whole.size_swa,
-                int(whole.new_pages_available(pages, pages)),
-                int(whole.new_pages_available(pages + 1, 0)),
-                int(whole.new_pages_available(0, pages + 1)),
+            whole.available_size(),
+            whole.full_available_size(),
+            whole.swa_available_size(),
+            (
+                *(whole.page_size, whole.size, whole.size_full, whole.size_swa),
+                int(has_pages(pages, pages)),
+                int(has_pages(pages + 1, 0)),
+                int(has_pages(0, pages + 1)),
             ),
-            inner=(inner.page_size, inner.size, inner.size, inner.size, 1, 0, 0),
-            asked=(
-                *("page_size", "size", "size_full", "size_swa", "room for what is free"),
-                *("room for one full page more", "room for one SWA page more"),
-            ),
+            (inner.page_size, size, size, size, 1, 0, 0),
+            asked=PURE_QUERIES,
         )

@@ -14,9 +14,9 @@ from kvcore.targets.core_dialects import (
     PairedDialect,
     Unpaired,
     all_free,
-    batch_tensors,
+    pending_of,
 )
-from kvcore.targets.dialect import Slots, as_tensor
+from kvcore.targets.dialect import Slots, extend_vectors
 from kvcore.targets.protocol import Answers
 
 SparseT = TypeVar(
@@ -29,13 +29,12 @@ class DeviceCalls(Generic[SparseT]):
 
     allocator: SparseT
     device: torch.device
+    nothing: torch.Tensor
 
     def extend_logical(self, before: list[int], after: list[int], last: list[int]) -> Slots | None:
         """`alloc_logical_only`."""
-        last_loc = as_tensor(last, self.device)
-        prefix = batch_tensors(before, self.device)
-        seq = batch_tensors(after, self.device)
-        return self.allocator.alloc_logical_only(*prefix, *seq, last_loc, sum(after) - sum(before))
+        vectors = extend_vectors(before, after, last, self.device)
+        return self.allocator.alloc_logical_only(*vectors, sum(after) - sum(before))
 
     def free_device(self, slots: Slots) -> None:
         """`free_hisparse`."""
@@ -57,9 +56,13 @@ class DeviceCalls(Generic[SparseT]):
         """Free list and release list of the device side."""
         return all_free(self.allocator.hisparse_attn_allocator)
 
+    def free_device_list(self) -> list[int]:
+        """The same as numbers."""
+        return self.allocator.hisparse_attn_allocator.free_page_list()
+
     def pending_device_pages(self) -> torch.Tensor:
         """Pages queued on the device side."""
-        return self.allocator.hisparse_attn_allocator.pending_pages
+        return pending_of(self.allocator.hisparse_attn_allocator, self.nothing)
 
     def device_mapping(self) -> torch.Tensor:
         """`full_to_hisparse_device_index_mapping`."""
@@ -80,24 +83,36 @@ class HiSparseDialect(
         free = all_free(self.allocator.logical_attn_allocator)
         return free, free[:0]
 
+    def free_lists(self) -> tuple[list[int], list[int]]:
+        """The same as numbers."""
+        return self.allocator.logical_attn_allocator.free_page_list(), []
+
     def pending_pages(self) -> tuple[torch.Tensor, ...]:
         """Pages queued on the logical side."""
-        pending = self.allocator.logical_attn_allocator.pending_pages
-        return pending, pending[:0]
+        return pending_of(self.allocator.logical_attn_allocator, self.nothing), self.nothing
 
     def answers(self) -> Answers:
         """Capacity in slots; geometry of the whole against the logical side's."""
         whole = self.allocator
         logical, device = whole.logical_attn_allocator, whole.hisparse_attn_allocator
+        size = whole.page_size
         return Answers(
-            available=whole.available_size(),
-            full_available=logical.available_size(),
-            swa_available=0,
-            outer=(whole.page_size, whole.page_size, whole.size, whole.size_full),
-            inner=(logical.page_size, device.page_size, logical.size, logical.size_full),
-            device_available=device.available_size(),
+            whole.available_size(),
+            logical.available_size(),
+            0,
+            (size, size, whole.size, whole.size_full),
+            (logical.page_size, device.page_size, logical.size, logical.size_full),
+            device.available_size(),
             asked=("page_size", "device page_size", "size", "size_full"),
         )
+
+
+COMPRESSED_QUERIES = (
+    *("page_size", "size", "size_full", "size_swa", "full_available_size", "swa_available_size"),
+    *("room for what is free", "room for one SWA page more", "the same mapping"),
+    "the same kvcache",
+)
+"""What the compressed HiSparse allocator is asked about itself."""
 
 
 class CompressedDialect(
@@ -122,39 +137,22 @@ class CompressedDialect(
         whole, inner = self.allocator, self.allocator.logical_attn_allocator
         device = whole.hisparse_attn_allocator.available_size()
         full, swa = inner.full_available_size(), inner.swa_available_size()
-        pages = (whole.full_available_size() // inner.page_size, swa // inner.page_size)
-        return Answers(
-            available=whole.available_size(),
-            full_available=full,
-            swa_available=swa,
-            outer=(
-                whole.page_size,
-                whole.size,
-                whole.size_full,
-                whole.size_swa,
-                whole.full_available_size(),
-                whole.swa_available_size(),
-                int(whole.new_pages_available(*pages)),
-                int(whole.new_pages_available(0, pages[1] + 1)),
-                int(whole.full_to_swa_index_mapping is inner.full_to_swa_index_mapping),
-                int(whole.get_kvcache() is inner.get_kvcache()),
-            ),
-            inner=(
-                inner.page_size,
-                inner.size,
-                inner.size_full,
-                inner.size_swa,
-                min(full, device * whole.compress_ratio),
-                swa,
-                int(inner.new_pages_available(*pages)),
-                int(inner.new_pages_available(0, pages[1] + 1)),
-                *(1, 1),
-            ),
-            device_available=device,
-            asked=(
-                *("page_size", "size", "size_full", "size_swa"),
-                *("full_available_size", "swa_available_size"),
-                *("room for what is free", "room for one SWA page more"),
-                *("the same mapping", "the same kvcache"),
-            ),
+        size, said = inner.page_size, whole.full_available_size()
+        full_pages, swa_pages = said // size, swa // size
+        outer = (
+            *(whole.page_size, whole.size, whole.size_full, whole.size_swa),
+            *(said, whole.swa_available_size()),
+            int(whole.new_pages_available(full_pages, swa_pages)),
+            int(whole.new_pages_available(0, swa_pages + 1)),
+            int(whole.full_to_swa_index_mapping is inner.full_to_swa_index_mapping),
+            int(whole.get_kvcache() is inner.get_kvcache()),
         )
+        meant = (
+            *(size, inner.size, inner.size_full, inner.size_swa),
+            *(min(full, device * whole.compress_ratio), swa),
+            int(inner.new_pages_available(full_pages, swa_pages)),
+            int(inner.new_pages_available(0, swa_pages + 1)),
+            *(1, 1),
+        )
+        room = whole.available_size()
+        return Answers(room, full, swa, outer, meant, device, asked=COMPRESSED_QUERIES)

@@ -20,7 +20,34 @@ Slots = torch.Tensor
 
 def as_tensor(numbers: list[int], device: torch.device) -> torch.Tensor:
     """An int64 tensor; through numpy, which is several times faster on short lists."""
-    return torch.from_numpy(np.array(numbers, dtype=np.int64)).to(device)
+    tensor = torch.from_numpy(np.array(numbers, dtype=np.int64))
+    return tensor if device.type == "cpu" else tensor.to(device)
+
+
+Vectors3 = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Vectors5 = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def extend_vectors(
+    before: list[int], after: list[int], last: list[int], device: torch.device
+) -> Vectors5:
+    """A batch as the field passes it to an extend: row lengths before and after, each on the device
+    and on the host, and the last slots on the device; int64 `[batch]`, views of one copy."""
+    packed = np.array([*before, *after, *last], dtype=np.int64)
+    rows = len(before)
+    prefix, seq, loc = (torch.from_numpy(packed[at : at + rows]) for at in (0, rows, 2 * rows))
+    if device.type == "cpu":
+        return prefix, prefix, seq, seq, loc
+    return prefix.to(device), prefix, seq.to(device), seq, loc.to(device)
+
+
+def decode_vectors(after: list[int], last: list[int], device: torch.device) -> Vectors3:
+    """The same of a decode: row lengths after it, on the device and on the host, and the last
+    slots."""
+    packed = np.array([*after, *last], dtype=np.int64)
+    rows = len(after)
+    seq, loc = torch.from_numpy(packed[:rows]), torch.from_numpy(packed[rows:])
+    return (seq, seq, loc) if device.type == "cpu" else (seq.to(device), seq, loc.to(device))
 
 
 class Dialect(Protocol):
@@ -101,6 +128,11 @@ class Dialect(Protocol):
         """Page ids in all free containers of the (full, SWA) side, int64."""
         ...
 
+    def free_lists(self) -> tuple[list[int], list[int]]:
+        """`free_pages` as numbers, in new lists: what small pools on a CPU are asked for, without a
+        tensor where that can be."""
+        ...
+
     def pending_pages(self) -> tuple[torch.Tensor, ...]:
         """(full, SWA) pages that wait for the end of the group; empty if nobody can tell."""
         ...
@@ -140,6 +172,10 @@ class SparseDialect(Protocol):
 
     def free_device_pages(self) -> torch.Tensor:
         """Page ids in all free containers of the device side, int64."""
+        ...
+
+    def free_device_list(self) -> list[int]:
+        """`free_device_pages` as numbers, in a new list."""
         ...
 
     def pending_device_pages(self) -> torch.Tensor:

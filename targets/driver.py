@@ -1,33 +1,39 @@
 """Drives an allocator and its KV pool by logical ops, for every dialect.
 
-Resolves names to physical slots, makes the calls, stamps what was lent into the pool, and takes the
-view. Keeps a tensor or two of earlier answers untouched and scribbles over others, as callers do
-(law L8). Leaves out every judgement: an exception of the allocator becomes an outcome.
+Resolves names to physical slots, makes the calls, and stamps what was lent into the pool. Keeps a
+tensor or two of earlier answers untouched and scribbles over others, as callers do (law L8). Leaves
+out every judgement, an exception of the allocator becomes an outcome, and how a view is taken
+(`kvcore.targets.snapshots`).
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 
 from kvcore.models import Contract, Done, Geometry, Lent, Outcome, Raised, Refused, ops
 from kvcore.models.ops import Form, Op
 from kvcore.targets.attempt import CallRaised, attempt
 from kvcore.targets.dialect import Dialect, Slots, SparseDialect, as_tensor
+from kvcore.targets.held import HeldAnswers
+from kvcore.targets.host_arrays import Numbers, array_of, overwrite
 from kvcore.targets.hostile import HostileCaller
 from kvcore.targets.memory import SaverProbe
 from kvcore.targets.pool import StampedPool
 from kvcore.targets.protocol import View
 from kvcore.targets.requests import RequestRows
 from kvcore.targets.rows import SCRIBBLE, RowBook, some_of_each_page
+from kvcore.targets.snapshots import Snapshots
 
-HELD_ANSWERS = 4
-"""How many answers a caller keeps untouched, to see whether they change under it."""
+KEEPS_STAMPS = (ops.Restore, ops.Relocate)
+"""Ops that lend slots to tokens that are there already, with their stamps."""
+
+OVERWRITABLE = (ops.Alloc, ops.Extend, ops.Decode)
+"""Ops whose caller may scribble over the answer."""
 
 
 def _named(op: Op) -> list[int]:
@@ -72,8 +78,8 @@ class AllocatorTarget:
         self._backups: dict[int, tuple[int, Any]] = {}
         self._buffers: dict[int, torch.Tensor] = {}
         self._stamps = 0
-        self._answers = 0
-        self._held: deque[tuple[int, torch.Tensor]] = deque(maxlen=HELD_ANSWERS)
+        self._held = HeldAnswers()
+        self._snapshots = Snapshots(geometry, dialect, pool, self._held, sparse, requests, memory)
 
     @property
     def dialect(self) -> Dialect:
@@ -96,31 +102,7 @@ class AllocatorTarget:
 
     def view(self, *, stamps: bool) -> View:
         """A frozen copy of free lists, mapping, counters and, if asked, the pools' contents."""
-        full, swa = self._dialect.free_pages()
-        shown = stamps and not self._paused()
-        sparse, requests = self._sparse, self._requests
-        pending = self._dialect.pending_pages() if stamps else ()
-        nothing = full[:0]
-        answers = self._dialect.answers()
-        if requests is not None:
-            answers = replace(answers, requests_available=requests.available())
-        return View(
-            full_free=full,
-            swa_free=swa,
-            mapping=self._dialect.mapping(),
-            stamps=self._pool.contents() if shown else (),
-            streams=self._pool.streams,
-            pending=(*pending, sparse.pending_device_pages()) if pending and sparse else pending,
-            held=dict(self._held),
-            answers=answers,
-            device=(sparse.free_device_pages(), sparse.device_mapping()) if sparse else None,
-            requests=(requests.free_rows(), requests.table() if stamps else nothing)
-            if requests is not None
-            else None,
-            memory=self._memory.view(*self._pool.ranges())
-            if stamps and self._memory is not None
-            else None,
-        )
+        return self._snapshots.take(stamps=stamps)
 
     def close(self) -> None:
         """Drop rows, backups, buffers, held tensors and reserved memory."""
@@ -128,9 +110,6 @@ class AllocatorTarget:
         self._held.clear()
         if self._memory is not None:
             self._memory.close()
-
-    def _paused(self) -> bool:
-        return self._memory is not None and self._memory.paused("kv_cache")
 
     def _apply_with_rows(self, op: Op, requests: RequestRows) -> Outcome:
         """Take a request row for each new sequence, make the calls, and write down in the request
@@ -166,6 +145,9 @@ class AllocatorTarget:
                 return self._extend(op)
             case ops.Decode():
                 return self._decode(op)
+            case ops.Free() | ops.FreeSwa() | ops.GroupBegin() | ops.GroupEnd():
+                self._give_back(op)
+                return Done()
             case ops.SwaTail():
                 return self._swa_tail(op)
             case ops.LoadBack():
@@ -218,9 +200,9 @@ class AllocatorTarget:
                 if buffer is None:
                     return Refused()
                 self._buffers[op.buffer] = buffer
-                self._answers += 1
-                self._held.append((self._answers, buffer))
-                return Lent(tuple(buffer.tolist()))
+                numbers = array_of(buffer)
+                self._held.keep(buffer, numbers)
+                return Lent(tuple(numbers.tolist()))
             case ops.FreeDevice():
                 self._free(lambda slots, form, start: sparse.free_device(slots), op)
             case ops.FreeBuffer():
@@ -270,7 +252,8 @@ class AllocatorTarget:
         full = self._tensor(slots)
         attempt(self._dialect.map, full, swa)
         outcome = Lent(tuple(slots), tuple(self._peers(full)))
-        attempt(self._pool.stamp_swa, full, self._next_stamps(len(slots)))
+        named = np.array(slots, dtype=np.int64)
+        attempt(self._pool.stamp_swa, named, self._next_stamps(len(slots)))
         return outcome
 
     def _restore(self, op: ops.Restore) -> Outcome:
@@ -316,21 +299,22 @@ class AllocatorTarget:
         if not isinstance(slots, torch.Tensor) or slots.is_floating_point() or slots.dim() != 1:
             said = f"answered {slots!r:.60}; expected a vector of integer slots, or None"
             raise CallRaised(Raised("TypeError", said))
-        lent = slots.tolist()
+        numbers = array_of(slots)
+        lent: list[int] = numbers.tolist()
         outcome = Lent(tuple(lent), tuple(self._peers(slots)), self._device_slots(slots))
         at = 0
         for seq, count in parts:
             self._rows.grow(seq, lent[at : at + count])
             at += count
-        if not isinstance(op, ops.Restore | ops.Relocate):
+        if not isinstance(op, KEEPS_STAMPS):
             stamps = self._next_stamps(len(lent))
-            if not self._paused():
-                attempt(self._pool.stamp, slots, stamps)
-        self._answers += 1
-        if isinstance(op, ops.Alloc | ops.Extend | ops.Decode) and op.overwrite:
-            slots.fill_(SCRIBBLE)
+            if not self._snapshots.paused():
+                attempt(self._pool.stamp, numbers, stamps)
+        if isinstance(op, OVERWRITABLE) and op.overwrite:
+            self._held.skip()
+            overwrite(slots, SCRIBBLE)
         else:
-            self._held.append((self._answers, slots))
+            self._held.keep(slots, numbers)
         return outcome
 
     def _peers(self, slots: Slots) -> list[int]:
@@ -344,10 +328,10 @@ class AllocatorTarget:
             return ()
         return tuple(attempt(self._sparse.device_slots, slots).tolist())
 
-    def _next_stamps(self, count: int) -> torch.Tensor:
+    def _next_stamps(self, count: int) -> Numbers:
         first = self._stamps + 1
         self._stamps += count
-        return torch.arange(first, first + count, dtype=torch.int64, device=self._pool.device)
+        return np.arange(first, first + count, dtype=np.int64)
 
     # Ops that give back.
 
@@ -392,7 +376,7 @@ class AllocatorTarget:
         tensor = self._tensor(slots[missing:])
         attempt(call, tensor, op.form, op.start * size + missing)
         if op.overwrite:
-            tensor.fill_(SCRIBBLE)
+            overwrite(tensor, SCRIBBLE)
 
     def _recover(self, op: ops.Recover) -> None:
         rows = self._rows

@@ -15,8 +15,8 @@ import torch
 
 from kvcore.models import Contract, Geometry
 from kvcore.models.ops import Form
-from kvcore.targets.core_dialects import CoreDialect, PairedDialect, Unpaired, batch_tensors
-from kvcore.targets.dialect import Slots, as_tensor
+from kvcore.targets.core_dialects import CoreDialect, PairedDialect, Unpaired
+from kvcore.targets.dialect import Slots, as_tensor, extend_vectors
 from kvcore.targets.driver import AllocatorTarget
 from kvcore.targets.pool import Pool, StampedPool, build_pool
 from kvcore.targets.protocol import Answers, UnsupportedGeometry
@@ -194,6 +194,14 @@ class FieldCalls(CoreDialect[Any]):
             return pages.to(self.device, torch.int64, copy=True)
         return as_tensor(list(pages), self.device)
 
+    def numbers(self, side: Any) -> list[int]:
+        """The free pages of a side, in a new list."""
+        pages = self._listing(side)
+        if isinstance(pages, torch.Tensor):
+            found: list[int] = pages.to(torch.int64).tolist()
+            return found
+        return list(map(int, pages))
+
 
 class FieldDialect(FieldCalls, Unpaired[Any]):
     """Calls on an allocator of one pool."""
@@ -202,6 +210,10 @@ class FieldDialect(FieldCalls, Unpaired[Any]):
         """What the listing shows."""
         free = self.listed(self.allocator)
         return free, free[:0]
+
+    def free_lists(self) -> tuple[list[int], list[int]]:
+        """The same as numbers."""
+        return self.numbers(self.allocator), []
 
     def answers(self) -> Answers:
         """Capacity in slots; what the allocator says of its geometry, for a twin."""
@@ -217,17 +229,19 @@ class FieldPairedDialect(FieldCalls, PairedDialect[Any]):
         self, before: int, after: int, last: int, tail: int, beyond: int = 0
     ) -> Slots | None:
         """`alloc_extend_swa_tail`; the tail always ends with the row."""
-        prefix, seq = batch_tensors([before], self.device), batch_tensors([after], self.device)
-        last_loc = as_tensor([last], self.device)
-        slots: Slots | None = self.allocator.alloc_extend_swa_tail(
-            *prefix, *seq, last_loc, after - before, tail
-        )
+        vectors = extend_vectors([before], [after], [last], self.device)
+        slots: Slots | None = self.allocator.alloc_extend_swa_tail(*vectors, after - before, tail)
         return slots
 
     def free_pages(self) -> tuple[torch.Tensor, torch.Tensor]:
         """What the listing shows of each side."""
         whole = self.allocator
         return self.listed(whole.full_attn_allocator), self.listed(whole.swa_attn_allocator)
+
+    def free_lists(self) -> tuple[list[int], list[int]]:
+        """The same as numbers."""
+        whole = self.allocator
+        return self.numbers(whole.full_attn_allocator), self.numbers(whole.swa_attn_allocator)
 
     def answers(self) -> Answers:
         """Capacity in slots; what the allocator says of its geometry, for a twin."""

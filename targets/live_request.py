@@ -7,7 +7,6 @@ Leaves out the calls (`kvcore.targets.serving`).
 from __future__ import annotations
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from kvcore.models import texts
@@ -62,9 +61,9 @@ class LiveRequest:
         """What a forward writes for the generated token at ``place``."""
         return self._output_stamp + place - self._prompt
 
-    def stamps(self, start: int, stop: int) -> torch.Tensor:
-        """What a forward writes for tokens ``[start, stop)``, int64."""
+    def stamps(self, start: int, stop: int) -> NDArray[np.int64]:
+        """What a forward writes for tokens ``[start, stop)``."""
         if start >= self._prompt:
             first = self.generated_stamp(start)
-            return torch.arange(first, first + stop - start, dtype=torch.int64)
-        return torch.from_numpy(stamps(self._text, start, stop))
+            return np.arange(first, first + stop - start, dtype=np.int64)
+        return stamps(self._text, start, stop)

@@ -7,8 +7,9 @@ that miscounts is seen. Leaves out the pool's own contents (`kvcore.targets.pool
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
-from pathlib import Path
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -23,8 +24,8 @@ PAGE = mmap.PAGESIZE
 Ranges = tuple[tuple[int, int], ...]
 """Addresses and lengths in bytes, whole operating-system pages."""
 
-_PRESENT = np.uint64(1) << np.uint64(63)
-_SWAPPED = np.uint64(1) << np.uint64(62)
+_HELD = np.uint64(1 << 63 | 1 << 62)
+"""Present in memory, or swapped."""
 TAGS: tuple[ops.Memory, ...] = ("kv_cache", "weights")
 
 
@@ -35,14 +36,26 @@ def whole_pages(addresses: Sequence[int], lengths: Sequence[int]) -> Ranges:
     return tuple((at // PAGE * PAGE, -(-length // PAGE) * PAGE) for at, length in pairs)
 
 
-def resident_bytes(ranges: Ranges) -> int:
-    """Bytes of these ranges that the kernel holds in memory or swap for this process."""
+@contextmanager
+def page_map() -> Iterator[int]:
+    """The page map of this process, open for reading: a file descriptor.
+
+    Opened anew each time, since a forked child that kept it would read its parent's."""
+    descriptor = os.open("/proc/self/pagemap", os.O_RDONLY)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def resident_bytes(ranges: Ranges, descriptor: int) -> int:
+    """Bytes of these ranges that the kernel holds in memory or swap for this process, by its
+    `page_map`."""
     total = 0
-    with Path("/proc/self/pagemap").open("rb", buffering=0) as pagemap:
-        for start, length in ranges:
-            pagemap.seek(start // PAGE * 8)
-            entries = np.frombuffer(pagemap.read(length // PAGE * 8), dtype=np.uint64)
-            total += int(np.count_nonzero(entries & (_PRESENT | _SWAPPED))) * PAGE
+    for start, length in ranges:
+        read = os.pread(descriptor, length // PAGE * 8, start // PAGE * 8)
+        entries = np.frombuffer(read, dtype=np.uint64)
+        total += int(np.count_nonzero(entries & _HELD)) * PAGE
     return total
 
 
@@ -90,12 +103,13 @@ class SaverProbe:
     def view(self, addresses: Sequence[int], lengths: Sequence[int]) -> MemoryView:
         """What lies under the saver now; the pool's buffers are at ``addresses``."""
         pool = whole_pages(addresses, lengths)
-        held = {memory: self._held(memory, pool) for memory in TAGS}
+        with page_map() as descriptor:
+            held = {memory: self._held(memory, pool, descriptor) for memory in TAGS}
         return MemoryView(held, pool, self._pool)
 
-    def _held(self, memory: ops.Memory, pool: Ranges) -> Held:
+    def _held(self, memory: ops.Memory, pool: Ranges, descriptor: int) -> Held:
         pieces = [piece for _, (tag, piece) in sorted(self._pieces.items()) if tag == memory]
         own = whole_pages([p.data_ptr() for p in pieces], [p.nbytes for p in pieces])
-        resident = resident_bytes(own + (pool if memory == "kv_cache" else ()))
+        resident = resident_bytes(own + (pool if memory == "kv_cache" else ()), descriptor)
         values = [] if self._saver.is_paused(memory) else [int(piece[-1]) for piece in pieces]
         return Held(resident, self._saver.resident_bytes(memory), tuple(values))

@@ -10,7 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kvcore import (
     CompressedKVPool,
@@ -26,6 +28,7 @@ from kvcore import (
 )
 from kvcore.models import Geometry
 from kvcore.pools import SlotPool
+from kvcore.targets.host_arrays import Numbers, SharedArray
 from kvcore.targets.protocol import Side, Stream
 
 FULL_LAYER = 0
@@ -118,7 +121,10 @@ def build_device_pool(
 
 
 class StampedPool:
-    """Reads and writes stamps: in every stream a token's row holds the stamp or its negative."""
+    """Reads and writes stamps: in every stream a token's row holds the stamp or its negative.
+
+    Slots and stamps are given on the host. On a CPU they are written through arrays over the
+    buffers, each made once: buffers stay where they are, which law saver judges."""
 
     def __init__(self, pool: Pool, device_pool: CompressedKVPool | None = None) -> None:
         self._pool = pool
@@ -131,6 +137,20 @@ class StampedPool:
         self.streams = tuple(stream for stream, _ in parts)
         self._rows = tuple(rows for _, rows in parts)
         self.device = self._rows[0].device
+        on_cpu = self.device.type == "cpu"
+        self._arrays = tuple(rows.numpy() for rows in self._rows) if on_cpu else ()
+        self._arrays_of: dict[Side, list[tuple[NDArray[Any], int]]] = {
+            side: [
+                (rows, stream.sign)
+                for stream, rows in zip(self.streams, self._arrays, strict=on_cpu)
+                if stream.side == side
+            ]
+            for side in ("full", "SWA")
+        }
+        self._mapping = SharedArray()
+        self._sides: tuple[Side, ...] = (
+            ("full", "SWA") if isinstance(pool, SWAKVPool) else ("full",)
+        )
 
     @property
     def kvcache(self) -> Pool:
@@ -143,6 +163,10 @@ class StampedPool:
             rows if rows.dtype == torch.int64 and rows.is_contiguous() else _flat(rows)
             for rows in self._rows
         )
+
+    def content_lists(self) -> tuple[list[int], ...]:
+        """`contents` as numbers, of a pool on a CPU."""
+        return tuple(rows.reshape(-1).tolist() for rows in self._arrays)
 
     def ranges(self) -> tuple[list[int], list[int]]:
         """Addresses and lengths in bytes of every buffer of the pool."""
@@ -161,28 +185,83 @@ class StampedPool:
                 lengths += sizes
         return addresses, lengths
 
-    def stamp(self, slots: torch.Tensor, stamps: torch.Tensor) -> None:
+    def stamp(self, slots: Numbers, stamps: Numbers) -> None:
         """Write stamps into the rows of full ``slots`` and of their peers, as attention kernels do:
         straight into the buffers, each layer kind by its own rows."""
-        places: dict[Side, torch.Tensor] = {"full": slots}
-        if isinstance(self._pool, SWAKVPool):
-            places["SWA"] = self._pool.translate_loc_from_full_to_swa(slots)
-        values = {1: stamps, -1: -stamps}
-        for stream, rows in zip(self.streams, self._rows, strict=True):
-            if stream.side == "device":
-                continue
-            _put(rows, places[stream.side], values[stream.sign])
+        self._write(self._sides, slots, stamps)
         if self._device_pool is not None:
-            self._stamp_device(self._device_pool, slots, stamps)
+            self._stamp_device(self._device_pool, self._on_device(slots), self._on_device(stamps))
 
-    def stamps_at(
-        self, slots: torch.Tensor, peers: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def stamp_swa(self, slots: Numbers, stamps: Numbers) -> None:
+        """Write stamps into the rows of the peers of full ``slots`` alone."""
+        self._write(("SWA",), slots, stamps)
+
+    def stamps_at(self, slots: Numbers, peers: Numbers) -> tuple[list[int], list[int]]:
         """What a hybrid pool's first full stream holds at full ``slots``, and its first SWA stream
         at their ``peers``, 0 where there is none."""
         sides = [stream.side for stream in self.streams]
-        full, swa = (self._rows[sides.index(side)] for side in ("full", "SWA"))
-        return full[slots], torch.where(peers > 0, swa[peers], 0)
+        first = (sides.index("full"), sides.index("SWA"))
+        if self._arrays:
+            full, swa = (self._arrays[at] for at in first)
+            return full[slots].tolist(), np.where(peers > 0, swa[peers], 0).tolist()
+        rows, others = (self._rows[at] for at in first)
+        named = self._on_device(peers)
+        held = torch.where(named > 0, others[named], 0)
+        return rows[self._on_device(slots)].tolist(), held.tolist()
+
+    def _on_device(self, numbers: Numbers) -> torch.Tensor:
+        tensor = torch.from_numpy(numbers)
+        return tensor if self._arrays else tensor.to(self.device)
+
+    def _write(self, sides: tuple[Side, ...], slots: Numbers, stamps: Numbers) -> None:
+        if self._arrays:
+            try:
+                self._write_arrays(sides, slots, stamps)
+            except IndexError:
+                # A slot beyond a buffer: below, torch or the pool says so in its own words.
+                pass
+            else:
+                return
+        self._write_tensors(sides, self._on_device(slots), self._on_device(stamps))
+
+    def _write_arrays(self, sides: tuple[Side, ...], slots: Numbers, stamps: Numbers) -> None:
+        peers = slots
+        if "SWA" in sides:
+            # First: a slot beyond the mapping is refused before anything is written.
+            assert isinstance(self._pool, SWAKVPool)
+            peers = self._peers(self._pool.full_to_swa_index_mapping, slots)
+        negative = -stamps
+        for side in sides:
+            places = slots if side == "full" else peers
+            for rows, sign in self._arrays_of[side]:
+                written = stamps if sign > 0 else negative
+                if rows.ndim == 1:
+                    rows[places] = written
+                else:
+                    rows[places // rows.shape[1], places % rows.shape[1]] = written
+
+    def _peers(self, mapping: torch.Tensor | None, slots: Numbers) -> Numbers:
+        """What `translate_loc_from_full_to_swa` of the pool answers.
+
+        Raises:
+            IndexError: the pool would raise.
+        """
+        # An index below -1 is refused by pools; to an array it is a place counted from the end.
+        if mapping is None or slots.min(initial=0) < -1:
+            raise IndexError("no peers")
+        return self._mapping.over(mapping)[slots]
+
+    def _write_tensors(
+        self, sides: tuple[Side, ...], slots: torch.Tensor, stamps: torch.Tensor
+    ) -> None:
+        places: dict[Side, torch.Tensor] = {"full": slots}
+        if "SWA" in sides:
+            assert isinstance(self._pool, SWAKVPool)
+            places["SWA"] = self._pool.translate_loc_from_full_to_swa(slots)
+        values = {1: stamps, -1: -stamps}
+        for stream, rows in zip(self.streams, self._rows, strict=True):
+            if stream.side in sides:
+                _put(rows, places[stream.side], values[stream.sign])
 
     def _stamp_device(
         self, pool: CompressedKVPool | HiSparseKVPool, slots: torch.Tensor, stamps: torch.Tensor
@@ -195,14 +274,6 @@ class StampedPool:
         for stream, rows in zip(self.streams, self._rows, strict=True):
             if stream.side == "device":
                 rows[places] = stream.sign * own
-
-    def stamp_swa(self, slots: torch.Tensor, stamps: torch.Tensor) -> None:
-        """Write stamps into the rows of the peers of full ``slots`` alone."""
-        assert isinstance(self._pool, SWAKVPool)
-        peers = self._pool.translate_loc_from_full_to_swa(slots)
-        for stream, rows in zip(self.streams, self._rows, strict=True):
-            if stream.side == "SWA":
-                _put(rows, peers, stream.sign * stamps)
 
     def move(self, targets: torch.Tensor, sources: torch.Tensor) -> None:
         """`move_kv_cache`."""
@@ -246,7 +317,7 @@ def _streams(pool: Pool) -> Streams:
 def _layer_streams(pool: SlotPool, side: Side) -> Streams:
     """The streams of a pool of one layer."""
     if not isinstance(pool, MLATokenToKVPool):
-        keys, values = pool.get_kv_buffer(pool.start_layer)
+        keys, values = pool.slot_buffers()
         names = (Stream(f"{side} K", side, 1), Stream(f"{side} V", side, -1))
         return list(zip(names, (keys.view(-1), values.view(-1)), strict=True))
     streams = _latent_streams(pool, side)

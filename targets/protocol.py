@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from itertools import chain
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
+import msgspec
+import numpy as np
 import torch
 
 from kvcore.models import Contract, Geometry, Outcome
@@ -39,11 +42,12 @@ MHA_STREAMS = (
 """The streams of a pool of keys and values."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Answers:
     """What the public queries say, as host numbers: room in slots (of the device side as such, not
     in logical slots) and in rows of the request pool, and for law L9 what the outer allocator and
-    its inner ones say of the same thing; ``asked`` names those questions."""
+    its inner ones say of the same thing; ``asked`` names those questions. Made new for each view,
+    so that nobody has to guard it against changes."""
 
     available: int
     full_available: int
@@ -53,6 +57,13 @@ class Answers:
     device_available: int = 0
     requests_available: int = 0
     asked: tuple[str, ...] = ()
+
+    def with_requests(self, available: int) -> Answers:
+        """The same with so many rows of the request pool."""
+        return Answers(
+            *(self.available, self.full_available, self.swa_available, self.outer, self.inner),
+            *(self.device_available, available, self.asked),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +88,7 @@ class MemoryView:
     pool_before: tuple[tuple[int, int], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class HostView:
+class HostView(msgspec.Struct):
     """A view in plain lists. ``full_free``, ``swa_free``, ``device_free`` are page ids in the order
     of the free containers, ``request_free`` rows of the request pool; ``mapping`` is the whole
     mapping tensor, sentinel included (empty without an SWA side), ``device_mapping`` that of the
@@ -86,31 +96,58 @@ class HostView:
     ``request_rows`` the request pool's whole table, flat, empty if not asked for; ``pending`` the
     full, SWA and device pages that wait for the end of the group, empty if not asked for or if the
     target cannot tell; ``held`` is what the tensors of earlier answers hold now, by the answer's
-    number; ``memory`` what lies under the memory saver, None if not asked for."""
+    number; ``memory`` what lies under the memory saver, None if not asked for. Lists are copies."""
 
     full_free: list[int]
     swa_free: list[int]
     mapping: list[int]
-    stamps: tuple[list[int], ...]
-    pending: tuple[list[int], ...]
     held: dict[int, list[int]]
     answers: Answers
-    device_free: list[int]
-    device_mapping: list[int]
-    request_free: list[int]
-    request_rows: list[int]
-    memory: MemoryView | None
+    stamps: tuple[list[int], ...] = ()
+    pending: tuple[list[int], ...] = ()
+    device_free: list[int] = []
+    device_mapping: list[int] = []
+    request_free: list[int] = []
+    request_rows: list[int] = []
+    memory: MemoryView | None = None
 
 
 Twins = tuple[tuple[str, ...], tuple[str, ...]]
 """What a wrapper and what it wraps said to the last op and to the queries, each in words."""
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+class Layout(NamedTuple):
+    """The parts of a view: free full pages, free SWA pages, mapping, ``stamps`` streams,
+    ``pending`` sides, the earlier ``answers`` by number, then free device pages, device mapping,
+    free rows and request table."""
+
+    stamps: int
+    pending: int
+    answers: tuple[int, ...]
+
+    @property
+    def pending_at(self) -> int:
+        """Where the pending pages begin."""
+        return 3 + self.stamps
+
+    @property
+    def answers_at(self) -> int:
+        """Where the earlier answers begin."""
+        return 3 + self.stamps + self.pending
 
 
 class View:
     """A frozen copy of a target's state on the target's device, taken with one copy; `host` brings
     it over with one synchronisation. Later calls to the target do not change it.
 
-    ``twins`` is for law L9: empty where the target is one allocator, see `kvcore.targets.twin`."""
+    ``twins`` is for law L9: empty where the target is one allocator, see `kvcore.targets.twin`.
+    ``tree`` shows the prefix cache and its requests, where there are any; ``memory`` what lies
+    under the memory saver, None if not asked for."""
+
+    twins: Twins = ((), ())
+    tree: TreeView | None = None
 
     def __init__(
         self,
@@ -123,78 +160,67 @@ class View:
         answers: Answers,
         pending: tuple[torch.Tensor, ...] = (),
         streams: tuple[Stream, ...] = MHA_STREAMS,
-        device: tuple[torch.Tensor, torch.Tensor] | None = None,
-        requests: tuple[torch.Tensor, torch.Tensor] | None = None,
+        device: Pair | None = None,
+        requests: Pair | None = None,
         memory: MemoryView | None = None,
     ) -> None:
         """``device``: free device pages and the device mapping. ``requests``: free rows and, where
         asked for, the flat table of the request pool."""
-        pairs = [*(device or ()), *(requests or ())]
-        parts = [full_free, swa_free, mapping, *stamps, *pending, *held.values(), *pairs]
+        nothing = mapping[:0]
+        pairs = (*(device or (nothing, nothing)), *(requests or (nothing, nothing)))
+        parts = (full_free, swa_free, mapping, *stamps, *pending, *held.values(), *pairs)
         self._lengths = [part.numel() for part in parts]
         self._packed = torch.cat(parts)
-        self._held = list(held)
+        self._parts: tuple[torch.Tensor, ...] | None = None
         self._host: HostView | None = None
-        self._stamp_count = len(stamps)
-        self._pending_count = len(pending)
-        self._has_device, self._has_requests = device is not None, requests is not None
-        self._memory = memory
+        self._layout = Layout(len(stamps), len(pending), tuple(held))
         self.streams = streams
         self.answers = answers
-        self.twins: Twins = ((), ())
-        self.tree: TreeView | None = None
-        """The prefix cache and its requests, where there are any."""
+        self.memory = memory
 
     @property
     def holds_answers(self) -> bool:
         """Whether it shows any tensor of an earlier answer."""
-        return bool(self._held)
+        return bool(self._laid_out().answers)
 
     @property
     def holds_stamps(self) -> bool:
         """Whether it shows the pools' contents."""
-        return self._stamp_count > 0
+        return self._laid_out().stamps > 0
+
+    @property
+    def holds_pending(self) -> bool:
+        """Whether it shows the pages that wait for the end of the group."""
+        return self._laid_out().pending > 0
 
     @property
     def holds_memory(self) -> bool:
         """Whether it shows what lies under the memory saver."""
-        return self._memory is not None
-
-    @property
-    def memory(self) -> MemoryView | None:
-        """What lies under the memory saver, None if not asked for."""
-        return self._memory
+        return self.memory is not None
 
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Free full pages, free SWA pages and the mapping, int64 on the target's device."""
-        full, swa, mapping = self._packed.split(self._lengths)[:3]
+        full, swa, mapping = self._split()[:3]
         return full, swa, mapping
 
     def stamp_tensors(self) -> tuple[torch.Tensor, ...]:
         """The rows of each of `streams`, int64 on the target's device."""
-        parts: tuple[torch.Tensor, ...] = self._packed.split(self._lengths)
-        return parts[3 : 3 + self._stamp_count]
+        return self._split()[3 : self._laid_out().pending_at]
 
     def held_tensors(self) -> dict[int, torch.Tensor]:
         """What the tensors of earlier answers hold now, by the answer's number."""
-        start = 3 + self._stamp_count + self._pending_count
-        parts: tuple[torch.Tensor, ...] = self._packed.split(self._lengths)
-        return dict(zip(self._held, parts[start : start + len(self._held)], strict=True))
+        layout = self._laid_out()
+        return dict(zip(layout.answers, self._split()[layout.answers_at : -4], strict=True))
 
-    def device_tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def device_tensors(self) -> Pair:
         """Free device pages and the device mapping, empty without a device side."""
-        start = 3 + self._stamp_count + self._pending_count + len(self._held)
-        return self._pair(start, self._has_device)
+        free, mapping = self._split()[-4:-2]
+        return free, mapping
 
-    def request_tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def request_tensors(self) -> Pair:
         """Free rows of the request pool and its flat table, empty without one."""
-        return self._pair(len(self._lengths) - 2, self._has_requests)
-
-    def _pair(self, start: int, there: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        if not there:
-            return self._packed[:0], self._packed[:0]
-        first, second = self._packed.split(self._lengths)[start : start + 2]
-        return first, second
+        free, table = self._split()[-2:]
+        return free, table
 
     def host(self) -> HostView:
         """The same in plain lists."""
@@ -208,27 +234,75 @@ class View:
             self._host = self._unpacked(parts)
         return self._host
 
+    def _laid_out(self) -> Layout:
+        return self._layout
+
+    def _split(self) -> tuple[torch.Tensor, ...]:
+        """The parts, in the order of `Layout`."""
+        if self._parts is None:
+            self._parts = self._packed.split(self._lengths)
+        return self._parts
+
     def _unpacked(self, parts: list[list[int]]) -> HostView:
-        stamped = 3 + self._stamp_count
-        waiting = stamped + self._pending_count
-        kept = waiting + len(self._held)
-        nothing: list[list[int]] = [[], []]
-        device = parts[kept : kept + 2] if self._has_device else nothing
-        requests = parts[len(parts) - 2 :] if self._has_requests else nothing
+        layout = self._layout
+        pending_at, answers_at = layout.pending_at, layout.answers_at
+        device_free, device_mapping, request_free, request_rows = parts[-4:]
         return HostView(
             full_free=parts[0],
             swa_free=parts[1],
             mapping=parts[2],
-            stamps=tuple(parts[3:stamped]),
-            pending=tuple(parts[stamped:waiting]),
-            held=dict(zip(self._held, parts[waiting:kept], strict=True)),
+            stamps=tuple(parts[3:pending_at]),
+            pending=tuple(parts[pending_at:answers_at]),
+            held=dict(zip(layout.answers, parts[answers_at:-4], strict=True)),
             answers=self.answers,
-            device_free=device[0],
-            device_mapping=device[1],
-            request_free=requests[0],
-            request_rows=requests[1],
-            memory=self._memory,
+            device_free=device_free,
+            device_mapping=device_mapping,
+            request_free=request_free,
+            request_rows=request_rows,
+            memory=self.memory,
         )
+
+
+class ListedView(View):
+    """The view of a small target on a CPU: taken in plain lists, which cost less there than one
+    tensor, and packed into tensors only if somebody asks for them."""
+
+    def __init__(self, host: HostView, streams: tuple[Stream, ...]) -> None:
+        self._shown = host
+        self._parts = None
+        self.streams = streams
+        self.answers = host.answers
+        self.memory = host.memory
+
+    @property
+    def holds_answers(self) -> bool:
+        """Whether it shows any tensor of an earlier answer."""
+        return bool(self._shown.held)
+
+    @property
+    def holds_stamps(self) -> bool:
+        """Whether it shows the pools' contents."""
+        return bool(self._shown.stamps)
+
+    def host(self) -> HostView:
+        """The lists."""
+        return self._shown
+
+    def _laid_out(self) -> Layout:
+        shown = self._shown
+        return Layout(len(shown.stamps), len(shown.pending), tuple(shown.held))
+
+    def _split(self) -> tuple[torch.Tensor, ...]:
+        if self._parts is None:
+            shown = self._shown
+            parts = (
+                *(shown.full_free, shown.swa_free, shown.mapping, *shown.stamps, *shown.pending),
+                *(*shown.held.values(), shown.device_free, shown.device_mapping),
+                *(shown.request_free, shown.request_rows),
+            )
+            packed = np.array(list(chain.from_iterable(parts)), dtype=np.int64)
+            self._parts = torch.from_numpy(packed).split(list(map(len, parts)))
+        return self._parts
 
 
 @runtime_checkable

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from kvcore import ReqToTokenPool, Retraction, RetractionBackup
+from kvcore.targets.host_arrays import SharedArray
 
 
 @dataclass(slots=True)
@@ -32,6 +33,7 @@ class RequestRows:
         self._pool = pool
         self._retraction = retraction
         self._requests: dict[int, Requested] = {}
+        self._table = SharedArray()
 
     def begin(self, seqs: Sequence[int]) -> bool:
         """Take a row for each new sequence, or none at all."""
@@ -85,10 +87,15 @@ class RequestRows:
         """Rows that can be taken."""
         return self._pool.available_size()
 
-    def free_rows(self) -> torch.Tensor:
-        """Rows in the pool's free list, int64."""
-        return torch.tensor(self._pool.free_slots, dtype=torch.int64)
+    def free_rows(self) -> list[int]:
+        """Rows in the pool's free list."""
+        return list(self._pool.free_slots)
 
     def table(self) -> torch.Tensor:
         """The whole table, flat, int64."""
         return self._pool.req_to_token.flatten().to(torch.int64)
+
+    def table_list(self) -> list[int]:
+        """The same as numbers, of a pool on a CPU."""
+        flat: list[int] = self._table.over(self._pool.req_to_token).reshape(-1).tolist()
+        return flat

@@ -11,6 +11,10 @@ SCRIBBLE = 0
 """What a caller leaves where a slot was: the padding slot, in range on every side."""
 
 
+NO_SLOTS: list[int] = []
+"""A row that has not begun; never written to."""
+
+
 @dataclass(slots=True)
 class RowBook:
     """Slots of live rows in token order. ``gone``: pages of a row that its window left behind,
@@ -43,9 +47,15 @@ class RowBook:
 
     def batch(self, parts: tuple[tuple[int, int], ...]) -> tuple[list[int], list[int], list[int]]:
         """Row lengths before and after so many new tokens each, and the last slot of each row."""
-        before = [self.length(seq) for seq, _ in parts]
-        after = [n + tokens for n, (_, tokens) in zip(before, parts, strict=True)]
-        return before, after, [self.last(seq) for seq, _ in parts]
+        before: list[int] = []
+        after: list[int] = []
+        last: list[int] = []
+        for seq, tokens in parts:
+            row = self.slots.get(seq, NO_SLOTS)
+            before.append(len(row))
+            after.append(len(row) + tokens)
+            last.append(row[-1] if row else -1)
+        return before, after, last
 
     def grow(self, seq: int, slots: list[int]) -> None:
         """New tokens at the end of a row."""

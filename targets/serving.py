@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 
 from kvcore import (
@@ -29,8 +30,8 @@ from kvcore.models.outcomes import Served
 from kvcore.models.request_ops import REQUEST_OP_KINDS
 from kvcore.targets.attempt import CallRaised, attempt
 from kvcore.targets.core_dialects import HybridDialect
-from kvcore.targets.dialect import as_tensor
 from kvcore.targets.driver import AllocatorTarget
+from kvcore.targets.host_arrays import array_of
 from kvcore.targets.live_request import LiveRequest, token_ids
 from kvcore.targets.protocol import View
 from kvcore.targets.requests import RequestRows
@@ -211,7 +212,7 @@ class ServingTarget:
         if slots is None:
             return Refused()
         stamps = [live.generated_stamp(live.request.kv_len - 1) for live in batch]
-        attempt(self._pool.stamp, slots, as_tensor(stamps, self._pool.device))
+        attempt(self._pool.stamp, array_of(slots), np.array(stamps, dtype=np.int64))
         return self._lent(slots)
 
     def _resume(self, op: request_ops.ResumeRequest) -> Outcome:
@@ -234,8 +235,7 @@ class ServingTarget:
         return self._lent(slots)
 
     def _write(self, slots: torch.Tensor, live: LiveRequest, start: int, stop: int) -> None:
-        stamps = live.stamps(start, stop).to(self._pool.device)
-        attempt(self._pool.stamp, slots, stamps)
+        attempt(self._pool.stamp, array_of(slots), live.stamps(start, stop))
 
     def _lent(self, slots: torch.Tensor) -> Served:
         return Served(slots=_numbers(slots), peers=_numbers(self._peers(slots)))
@@ -252,14 +252,15 @@ class ServingTarget:
         number, matched = request.req_pool_idx or 0, request.prefix_len
         slots = attempt(self._table.row, number, matched)
         peers = self._peers(slots)
-        full, swa = attempt(self._pool.stamps_at, slots, peers)
+        named, theirs = array_of(slots), array_of(peers)
+        full, swa = attempt(self._pool.stamps_at, named, theirs)
         return msgspec.structs.replace(
             lent,
             request=number if row else 0,
             matched=matched,
-            prefix_slots=_numbers(slots),
-            prefix_peers=_numbers(peers),
-            prefix_stamps=(_numbers(full), _numbers(swa)),
+            prefix_slots=tuple(named.tolist()),
+            prefix_peers=tuple(theirs.tolist()),
+            prefix_stamps=(tuple(full), tuple(swa)),
         )
 
     # Ops on host copies.

@@ -1,4 +1,5 @@
-"""Reading a prefix cache for a view: every node's pages with one copy of all values.
+"""Reading a prefix cache for a view: every node's pages, of a large cache with one copy of all
+values.
 
 Leaves out what the view shows (`kvcore.targets.tree_view`).
 """
@@ -14,6 +15,9 @@ from numpy.typing import NDArray
 from kvcore import UnifiedRadixCache
 from kvcore.serving import ServingRequest
 from kvcore.targets.tree_view import NodeView, RequestView, TreeView
+
+FEW_TOKENS = 512
+"""Trees of so many tokens are read slot by slot: then that costs less than arrays."""
 
 
 def read_tree(cache: UnifiedRadixCache, requests: Mapping[int, ServingRequest]) -> TreeView:
@@ -41,29 +45,49 @@ def _request(request: ServingRequest) -> RequestView:
 
 def _nodes(cache: UnifiedRadixCache) -> tuple[NodeView, ...]:
     found = list(cache.walk())
+    if not found:
+        return ()
     places = {id(node): place for place, node in enumerate(found)}
-    pages, aligned = _pages([node.value for node in found], cache.page_size)
+    places[id(cache.root_node)] = -1
+    values = [node.value for node in found]
+    lengths = [value.numel() for value in values]
+    few = values[0].is_cpu and sum(lengths) <= FEW_TOKENS
+    size = cache.page_size
+    pages, aligned = _few_pages(values, size) if few else _pages(values, lengths, size)
     return tuple(
         NodeView(
-            parent=-1 if node.parent is cache.root_node else places[id(node.parent)],
-            start=node.start,
-            tokens=node.key.token_ids,
-            pages=pages[place],
-            aligned=aligned[place] and len(node.key.token_ids) == len(node.value),
-            state=node.state,
-            full_locks=node.full_lock_ref,
-            swa_locks=node.swa_lock_ref,
+            places[id(node.parent)],
+            node.start,
+            node.key.token_ids,
+            pages[place],
+            aligned[place] and len(node.key.token_ids) == lengths[place],
+            node.state,
+            node.full_lock_ref,
+            node.swa_lock_ref,
         )
         for place, node in enumerate(found)
     )
 
 
-def _pages(values: list[torch.Tensor], size: int) -> tuple[list[list[int]], list[bool]]:
+def _few_pages(values: list[torch.Tensor], size: int) -> tuple[list[list[int]], list[bool]]:
+    """`_pages` of a small tree, slot by slot."""
+    pages: list[list[int]] = []
+    aligned: list[bool] = []
+    for value in values:
+        slots: list[int] = value.numpy().tolist()
+        firsts = slots[::size]
+        whole = [slot for first in firsts for slot in range(first, first + size)]
+        pages.append([first // size for first in firsts])
+        aligned.append(slots == whole and all(first % size == 0 for first in firsts))
+    return pages, aligned
+
+
+def _pages(
+    values: list[torch.Tensor], numbers: list[int], size: int
+) -> tuple[list[list[int]], list[bool]]:
     """Of each node the page of the first slot of each of its pages, and whether its slots are
     these pages, whole and in order."""
-    if not values:
-        return [], []
-    lengths = np.array([len(value) for value in values], dtype=np.int64)
+    lengths = np.array(numbers, dtype=np.int64)
     counts = -(-lengths // size)
     rows = _rows(torch.cat(values).cpu().numpy(), lengths, counts, size)
     first = rows[:, 0]

@@ -1,4 +1,5 @@
-"""What a view shows of a prefix cache and of the requests over it: plain data, tree order.
+"""What a view shows of a prefix cache and of the requests over it: plain data, tree order, made
+new for each view.
 
 Leaves out how it is read from a cache (`kvcore.targets.serving`).
 """
@@ -16,7 +17,7 @@ NodeState = Literal["live", "tombstone", "loading"]
 be served yet)."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class NodeView:
     """One node below the root. ``parent``: its place in `TreeView.nodes`, -1 for the root.
     ``start``: tokens before it. ``tokens``: ids of its own tokens, int64 `[n]`. ``pages``: the full
@@ -38,7 +39,7 @@ class NodeView:
         return self.start + len(self.tokens)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RequestView:
     """What a running request says of itself, in tokens. ``prefix``: its front part that the cache
     owns; ``evicted``: `swa_evicted_seqlen`; ``lock``: how far its lock reaches, 0 for none."""
@@ -50,7 +51,7 @@ class RequestView:
     lock: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TreeView:
     """The cache and its requests. ``nodes``: parents before children. The sizes are what the cache
     says of itself, in tokens; ``total`` is (full, SWA)."""

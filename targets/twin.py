@@ -18,8 +18,14 @@ from kvcore.models import Contract, Geometry, Outcome
 from kvcore.models.ops import Op
 from kvcore.models.outcomes import Done, Lent, Raised
 from kvcore.targets.core import CoreParts, core_contract, core_target
-from kvcore.targets.core_dialects import HYBRID_QUERIES, PairedDialect, Unpaired, all_free
-from kvcore.targets.dialect import Slots, as_tensor
+from kvcore.targets.core_dialects import (
+    HYBRID_QUERIES,
+    PairedDialect,
+    Unpaired,
+    all_free,
+    pending_of,
+)
+from kvcore.targets.dialect import Slots, as_tensor, extend_vectors
 from kvcore.targets.driver import AllocatorTarget
 from kvcore.targets.hostile import CoreHostility
 from kvcore.targets.pool import Pool, StampedPool, build_device_pool, build_pool
@@ -144,11 +150,8 @@ class ForwardedDialect(PairedDialect[CompressedHiSparseTokenToKVPoolAllocator]):
         without its device slot, which no caller continues on the device."""
         if self._on_device(before, last):
             return super().extend(before, after, last)
-        total = sum(after) - sum(before)
-        whole = self.allocator
-        prefix, seq = as_tensor(before, self.device), as_tensor(after, self.device)
-        last_loc = as_tensor(last, self.device)
-        return whole.alloc_logical_only(prefix, prefix.cpu(), seq, seq.cpu(), last_loc, total)
+        vectors = extend_vectors(before, after, last, self.device)
+        return self.allocator.alloc_logical_only(*vectors, sum(after) - sum(before))
 
     def _on_device(self, before: list[int], last: list[int]) -> bool:
         """Whether every page that goes on and has entries has a device slot for the last one."""
@@ -240,10 +243,13 @@ class AsSingleDialect(Unpaired[SWATokenToKVPoolAllocator]):
         free = all_free(self.allocator.full_attn_allocator)
         return free, free[:0]
 
+    def free_lists(self) -> tuple[list[int], list[int]]:
+        """The same as numbers."""
+        return self.allocator.full_attn_allocator.free_page_list(), []
+
     def pending_pages(self) -> tuple[torch.Tensor, ...]:
         """Pages queued on the full side."""
-        pending = self.allocator.full_attn_allocator.pending_pages
-        return pending, pending[:0]
+        return pending_of(self.allocator.full_attn_allocator, self.nothing), self.nothing
 
     def answers(self) -> Answers:
         """As `SingleDialect.answers`."""

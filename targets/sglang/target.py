@@ -16,8 +16,7 @@ from kvcore import SWAKVPool
 from kvcore.models import Contract, Geometry
 from kvcore.models.ops import OP_KINDS, Form
 from kvcore.targets.core import SAVER_OPS, SPARSE_OPS
-from kvcore.targets.core_dialects import batch_tensors
-from kvcore.targets.dialect import Slots, as_tensor
+from kvcore.targets.dialect import Slots, decode_vectors, extend_vectors
 from kvcore.targets.driver import AllocatorTarget
 from kvcore.targets.pool import PoolParts, StampedPool, build_pool
 from kvcore.targets.protocol import Answers, UnsupportedGeometry
@@ -85,30 +84,24 @@ class ReleaseDialect:
         total = sum(after) - sum(before)
         if self._page_size == 1:
             return self.alloc(total)
-        last_loc = as_tensor(last, self._device)
-        prefix, seq = batch_tensors(before, self._device), batch_tensors(after, self._device)
-        slots: Slots | None = self._allocator.alloc_extend(*prefix, *seq, last_loc, total)
+        vectors = extend_vectors(before, after, last, self._device)
+        slots: Slots | None = self._allocator.alloc_extend(*vectors, total)
         return slots
 
     def decode(self, after: list[int], last: list[int]) -> Slots | None:
         """`alloc_decode`; at page size 1 engines call `alloc` for the whole batch."""
         if self._page_size == 1:
             return self.alloc(len(after))
-        last_loc = as_tensor(last, self._device)
-        slots: Slots | None = self._allocator.alloc_decode(
-            *batch_tensors(after, self._device), last_loc
-        )
+        vectors = decode_vectors(after, last, self._device)
+        slots: Slots | None = self._allocator.alloc_decode(*vectors)
         return slots
 
     def swa_tail(
         self, before: int, after: int, last: int, tail: int, beyond: int = 0
     ) -> Slots | None:
         """`alloc_extend_swa_tail`, whose tail always ends with the row."""
-        last_loc = as_tensor([last], self._device)
-        prefix, seq = batch_tensors([before], self._device), batch_tensors([after], self._device)
-        slots: Slots | None = self._allocator.alloc_extend_swa_tail(
-            *prefix, *seq, last_loc, after - before, tail
-        )
+        vectors = extend_vectors([before], [after], [last], self._device)
+        slots: Slots | None = self._allocator.alloc_extend_swa_tail(*vectors, after - before, tail)
         return slots
 
     def free(self, slots: Slots, form: Form, start: int) -> None:
@@ -209,6 +202,16 @@ class ReleaseDialect:
     def free_pages(self) -> tuple[torch.Tensor, torch.Tensor]:
         """All free containers of each side."""
         return self._all_free(self._full), self._all_free(self._swa)
+
+    def free_lists(self) -> tuple[list[int], list[int]]:
+        """The same as numbers."""
+        return self._listed(self._full), self._listed(self._swa)
+
+    def _listed(self, side: Any) -> list[int]:
+        if self._lists_all_free:
+            pages: list[int] = side.get_all_free_pages().tolist()
+            return pages
+        return [*side.free_pages.tolist(), *side.release_pages.tolist()]
 
     def _all_free(self, side: Any) -> torch.Tensor:
         if self._lists_all_free:

@@ -21,12 +21,14 @@ from kvcore.invariants import Run, Skipped
 from kvcore.models import Done, Geometry, Lent, Outcome, Raised, Refused, ops
 from kvcore.models.ops import OP_KINDS, Op
 from kvcore.targets.core import CoreParts, core_target
-from kvcore.targets.core_dialects import CPU, HybridDialect, PureDialect
+from kvcore.targets.core_dialects import HybridDialect, PureDialect
 from kvcore.targets.core_sparse import CompressedDialect, HiSparseDialect
 from kvcore.targets.driver import AllocatorTarget
 from kvcore.targets.protocol import UnsupportedGeometry, View
 
 torch.set_num_threads(1)
+
+CPU = torch.device("cpu")
 
 PURE = Geometry(4, 8, pure_swa=True)
 SPARSE = Geometry(4, 8, device_pages=4)

@@ -21,7 +21,8 @@ from kvcore.models.ops import Op
 from kvcore.targets.attempt import attempt
 from kvcore.targets.core import CoreParts, core_contract, core_target
 from kvcore.targets.core_dialects import SingleDialect
-from kvcore.targets.driver import HELD_ANSWERS, AllocatorTarget
+from kvcore.targets.driver import AllocatorTarget
+from kvcore.targets.held import HELD_ANSWERS
 from kvcore.targets.pool import StampedPool, build_pool
 
 torch.set_num_threads(1)

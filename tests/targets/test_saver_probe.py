@@ -19,7 +19,7 @@ from kvcore.models.ops import Op
 from kvcore.strategies.replay import Recorded
 from kvcore.targets.core import CoreParts, core_target
 from kvcore.targets.driver import AllocatorTarget
-from kvcore.targets.memory import PAGE, SaverProbe, resident_bytes, whole_pages
+from kvcore.targets.memory import PAGE, SaverProbe, page_map, resident_bytes, whole_pages
 from kvcore.targets.pool import PoolParts
 
 torch.set_num_threads(1)
@@ -67,12 +67,13 @@ def test_memory_is_resident_once_it_was_written() -> None:
     memory = mmap.mmap(-1, 4 * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     rows = torch.frombuffer(memory, dtype=torch.uint8)
     ranges = whole_pages([rows.data_ptr()], [rows.nbytes])
-    assert resident_bytes(ranges) == 0
-    rows[[0, 2 * PAGE]] = 1
-    assert resident_bytes(ranges) == 2 * PAGE
-    memory.madvise(mmap.MADV_DONTNEED)
-    assert resident_bytes(ranges) == 0
-    assert resident_bytes(()) == 0
+    with page_map() as descriptor:
+        assert resident_bytes(ranges, descriptor) == 0
+        rows[[0, 2 * PAGE]] = 1
+        assert resident_bytes(ranges, descriptor) == 2 * PAGE
+        memory.madvise(mmap.MADV_DONTNEED)
+        assert resident_bytes(ranges, descriptor) == 0
+        assert resident_bytes((), descriptor) == 0
 
 
 @pytest.mark.parametrize("geometry", KINDS, ids=Geometry.describe)

@@ -4,6 +4,7 @@ of every kind of layer, and moves with the token.
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -83,7 +84,7 @@ def test_the_streams_of_keys_and_values_are_known_to_whoever_has_no_pool_to_ask(
 def test_a_stamp_of_index_k_is_in_the_bytes_of_its_token_alone() -> None:
     pool: Any = build_pool(Geometry(4, 8, attention="dsa"))
     stamped = StampedPool(pool)
-    stamped.stamp(torch.tensor([6]), torch.tensor([0x01020304]))
+    stamped.stamp(np.array([6]), np.array([0x01020304]))
     (page,) = pool.index_k_with_scale_buffer[0][1:2].tolist()
     key, scale = 2 * INDEX_HEAD_DIM, 4 * INDEX_HEAD_DIM + 2 * 4
     named = {*range(key, key + 4), *range(scale, scale + 4)}
