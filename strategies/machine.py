@@ -25,7 +25,12 @@ from kvcore.invariants.run import Listener
 from kvcore.models import Contract, Geometry, ServingModel
 from kvcore.models.ops import Op
 from kvcore.strategies.choices import PackedChoices
-from kvcore.strategies.machine_rules import REQUEST_RULES, is_possible, pick_kind, rules_for
+from kvcore.strategies.machine_rules import (
+    REQUEST_RULES,
+    pick_kind,
+    propose_or_other,
+    rules_for,
+)
 from kvcore.strategies.propose import propose
 from kvcore.targets.protocol import TargetFactory
 
@@ -61,8 +66,8 @@ class AllocatorMachine(RuleBasedStateMachine):
         )
 
     def perform(self, kind: str, choices: int) -> None:
-        """Propose an op of this kind and apply it, if there is one."""
-        self._apply(propose(kind, self.run.model, PackedChoices(choices)))
+        """Apply an op of this kind, or of another one if there is none."""
+        self._apply(propose_or_other(kind, self.run.model, PackedChoices(choices)))
 
     def perform_one_of(self, kinds: Sequence[str], choices: int) -> None:
         """The same of one of these request-level kinds, see
@@ -141,12 +146,19 @@ def _rule(kind: str, *, inside: bool) -> Any:
         machine.perform(kind, choices)
 
     perform.__name__ = kind
-
-    def possible(machine: AllocatorMachine) -> bool:
-        model = machine.run.model
-        return model.group_open == inside and is_possible(kind, model)
-
+    possible = _inside if inside else _outside
     return precondition(possible)(rule(choices=CHOICES)(perform))
+
+
+# Asked of every rule at every step, up to a hundred times: no more than a look.
+
+
+def _inside(machine: AllocatorMachine) -> bool:
+    return machine.run.model.group_open
+
+
+def _outside(machine: AllocatorMachine) -> bool:
+    return not machine.run.model.group_open
 
 
 def _request_rules() -> dict[str, Any]:

@@ -1,9 +1,9 @@
-"""Which rules the Hypothesis machine has, and when each is possible.
+"""Which rules the Hypothesis machine has, and what each asks for.
 
 Hypothesis picks rules evenly, and switches some off in each example. So kinds that faults need
-together (detaching and recovering peers inside a group) have several rules. Request-level kinds are
-many, and few are possible at a time: those that would crowd the others out share a rule, and a rule
-that has nothing to ask for asks for another kind. Leaves out the machine
+together (detaching and recovering peers inside a group) have several rules. A rule that has nothing
+to ask for asks for another kind. Request-level kinds are many, and few are possible at a time:
+those that would crowd the others out share a rule. Leaves out the machine
 (`kvcore.strategies.machine`) and the weights of the other sources (`kvcore.strategies.weights`).
 """
 
@@ -12,8 +12,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvcore.models import Contract, Model, ServingModel
+from kvcore.models.ops import Op
 from kvcore.strategies.choices import Choices
-from kvcore.strategies.weights import kinds_for, op_kind_of, weights_for
+from kvcore.strategies.propose import propose
+from kvcore.strategies.weights import kinds_for, weighted_kinds, weights_for
 
 RULES_INSIDE: dict[str, int] = {
     "free": 2,
@@ -75,33 +77,32 @@ def pick_kind(kinds: Sequence[str], model: ServingModel, choices: Choices) -> st
     weights = weights_for(model.contract, inside=model.group_open)
     able = [kind for kind in kinds if kind in weights and is_possible(kind, model)]
     if not able:
-        able = [
-            kind
-            for kind, weight in weights.items()
-            if is_possible(kind, model)
-            for _ in range(weight)
-        ]
+        others = weighted_kinds(model.contract, inside=model.group_open)
+        able = [kind for kind in others if is_possible(kind, model)]
     return able[choices.below(len(able))] if able else None
 
 
-ALWAYS = frozenset(
-    (
-        *("alloc", "extend", "extend_logical", "swa_tail", "load_back"),
-        *("group_begin", "group_end", "clear", "hostile", "free_buffer"),
-        *("reserve", "drop", "pause", "resume"),
-    )
-)
-"""Op kinds that need no live row."""
+OTHERS_TRIED = 4
+"""How many other kinds a rule of a machine of allocator calls asks for in place of its own."""
 
 
-def is_possible(kind: str, model: Model) -> bool:
-    """Whether there is anything that an op of this kind could be about, as far as is soon told."""
-    if isinstance(model, ServingModel):
-        return _is_possible_request(kind, model)
-    return op_kind_of(kind) in ALWAYS or bool(model.rows)
+def propose_or_other(kind: str, model: Model, choices: Choices) -> Op | None:
+    """An op of this kind that is allowed now; if there is none, of any other, by weight. A step in
+    which nothing happens costs Hypothesis as much as any."""
+    op = propose(kind, model, choices)
+    if op is not None:
+        return op
+    others = weighted_kinds(model.contract, inside=model.group_open)
+    for _ in range(OTHERS_TRIED):
+        op = propose(others[choices.below(len(others))], model, choices)
+        if op is not None:
+            return op
+    return None
 
 
-def _is_possible_request(kind: str, model: ServingModel) -> bool:
+def is_possible(kind: str, model: ServingModel) -> bool:
+    """Whether there is anything that a request-level op of this kind could be about, as far as is
+    soon told."""
     running, cached = model.live.values(), model.tree.pages
     has_room = bool(model.requests.free) and min(model.room()) > 0
     match kind:

@@ -28,7 +28,7 @@ PROFILES: dict[str, Profile] = {
     profile.name: profile
     for profile in (
         Profile("dev", 15.0, 10.0, 15, 40, derandomize=False),
-        Profile("ci", 95.0, 12.0, 100, 50, derandomize=True),
+        Profile("ci", 95.0, 12.0, 60, 50, derandomize=True),
         Profile("nightly", 1800.0, 600.0, 5000, 100, derandomize=False),
     )
 }

@@ -19,7 +19,7 @@ from kvcore.models.ops import Op
 from kvcore.strategies.choices import PackedChoices
 from kvcore.strategies.machine import CHOICES, RunSink, widest_contract
 from kvcore.strategies.propose import propose
-from kvcore.strategies.weights import weights_for
+from kvcore.strategies.weights import weighted_kinds
 from kvcore.targets.protocol import TargetFactory
 
 LENGTHS = (20, 50)
@@ -41,14 +41,10 @@ class Draft:
 
 def drafts(contract: Contract) -> st.SearchStrategy[Draft]:
     """Drafts of the kinds that a contract allows, in proportion to their weights."""
-    weighted: dict[bool, list[str]] = {}
-    for inside in (True, False):
-        weights = weights_for(contract, inside=inside)
-        weighted[inside] = [kind for kind, weight in weights.items() for _ in range(weight)]
     return st.builds(
         Draft,
-        st.sampled_from(weighted[True]),
-        st.sampled_from(weighted[False]),
+        st.sampled_from(weighted_kinds(contract, inside=True)),
+        st.sampled_from(weighted_kinds(contract, inside=False)),
         CHOICES,
     )
 

@@ -2,22 +2,27 @@
 
 All three sources choose kinds and integers, each in its own way; what the integers mean is decided
 here, modulo what is live. Holds no oracle: whether an outcome is right is for the model and the
-laws to say. Leaves out the proposals of request-level ops (`kvcore.strategies.propose_requests`)
-and the weights of the kinds (`kvcore.strategies.weights`).
+laws to say. Leaves out the proposals of hostile calls (`kvcore.strategies.propose_hostile`) and of
+request-level ops (`kvcore.strategies.propose_requests`), and the weights of the kinds
+(`kvcore.strategies.weights`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 from kvcore.models import Model, ServingModel, ops
-from kvcore.models.hostile import HOSTILE_CALLS
 from kvcore.models.ops import Form, Memory, Op
 from kvcore.models.state import Page, Row
 from kvcore.strategies.choices import Choices
+from kvcore.strategies.propose_hostile import propose_hostile
 from kvcore.strategies.propose_requests import propose_request
 
 Proposal = Callable[[Model, Choices], Op | None]
+
+PLACES = 64
+"""Where in a row a search for a page may start."""
 
 
 def propose(kind: str, model: Model, choices: Choices) -> Op | None:
@@ -64,6 +69,12 @@ def _flag(choices: Choices, wanted: bool) -> bool:
     return wanted and choices.below(4) == 1
 
 
+def _unused(names: set[int]) -> int:
+    """A name that was not used yet: the next one, where names were given one by one."""
+    following = len(names) + 1
+    return max(names) + 1 if following in names else following
+
+
 def _alloc(model: Model, choices: Choices) -> Op:
     pages = _few_pages(model, choices)
     overwrite = _flag(choices, model.contract.overwrite_lent)
@@ -99,12 +110,17 @@ def _decode(model: Model, choices: Choices) -> Op | None:
 
 
 def _decode_batch(model: Model, choices: Choices) -> Op | None:
-    """Every live row that can go on, from a chosen one on."""
-    able = [name for name in model.rows if model.allows(ops.Decode((name,)))]
-    if not able:
+    """Live rows that can go on, from a chosen one on."""
+    names = list(model.rows)
+    if not names:
         return None
-    first = choices.below(len(able))
-    return ops.Decode(tuple(able[first:] + able[:first])[: 1 + choices.below(len(able))])
+    first = choices.below(len(names))
+    wanted = (names[first:] + names[:first])[: 1 + choices.below(len(names))]
+    whole = ops.Decode(tuple(wanted))
+    if model.allows(whole):
+        return whole
+    able = [name for name in wanted if model.allows(ops.Decode((name,)))]
+    return ops.Decode(tuple(able)) if able else None
 
 
 def _swa_tail(model: Model, choices: Choices) -> Op:
@@ -124,9 +140,35 @@ def _swa_tail(model: Model, choices: Choices) -> Op:
     return ops.SwaTail(seq, tokens, tail)
 
 
+@cache
+def _in_order(allowed: frozenset[Form]) -> tuple[Form, ...]:
+    return tuple(sorted(allowed))
+
+
 def _form(allowed: frozenset[Form], choices: Choices) -> Form:
-    forms = sorted(allowed)
+    forms = _in_order(allowed)
     return forms[choices.below(len(forms))]
+
+
+def _find(
+    model: Model, choices: Choices, wanted: Callable[[Page], bool], *, but: int = 0
+) -> tuple[int, int] | None:
+    """(sequence, page): from a chosen page of a chosen row on, the first that is ``wanted``; of
+    each row after that one too, the pages before the chosen place come last. Looks no further than
+    it has to. ``but``: a sequence that is left out."""
+    names = list(model.rows)
+    if not names:
+        return None
+    first, place = choices.below(len(names)), choices.below(PLACES)
+    for name in names[first:] + names[:first]:
+        if name == but:
+            continue
+        pages = model.rows[name].pages
+        start = place % len(pages)
+        for index in (*range(start, len(pages)), *range(start)):
+            if wanted(pages[index]):
+                return name, index
+    return None
 
 
 def _free(model: Model, choices: Choices) -> Op | None:
@@ -154,22 +196,17 @@ def _free_part(model: Model, choices: Choices) -> Op | None:
 def _free_swa(model: Model, choices: Choices) -> Op | None:
     """Any part of a row that has a live peer left."""
     pure = model.geometry.pure_swa
-
-    def live_in(row: Row) -> list[int]:
-        return [i for i, page in enumerate(row.pages) if (not page.gone if pure else page.swa)]
-
-    rows = [(name, row) for name, row in model.rows.items() if live_in(row)]
-    if not rows:
+    found = _find(model, choices, _present if pure else _has_peer)
+    if found is None:
         return None
-    name, row = rows[choices.below(len(rows))]
-    live = live_in(row)
-    start = live[choices.below(len(live))]
+    name, start = found
+    pages = model.rows[name].pages
     form = _form(model.contract.free_swa_forms, choices)
-    stop = start + 1 + choices.below(len(row.pages) - start)
+    stop = start + 1 + choices.below(len(pages) - start)
     if pure:
-        stop = next((i for i in range(start, stop) if row.pages[i].gone), stop)
+        stop = next((i for i in range(start, stop) if pages[i].gone), stop)
     elif form in model.contract.live_swa_frees:
-        stop = next((i for i in range(start, stop) if not row.pages[i].swa), stop)
+        stop = next((i for i in range(start, stop) if not pages[i].swa), stop)
     overwrite = _flag(choices, model.contract.overwrite_deferred)
     return ops.FreeSwa(name, start, stop, form, overwrite)
 
@@ -192,24 +229,19 @@ def _free_swa_front(model: Model, choices: Choices) -> Op | None:
     return ops.FreeSwa(picked[0], start, stop, form)
 
 
-def _alone(model: Model, page: Page) -> bool:
-    """Whether the page has no SWA side left, so that its full side can go alone."""
-    return page.gone if model.geometry.pure_swa else not page.swa
-
-
 def _free_full(model: Model, choices: Choices) -> Op | None:
-    spans = [
-        (name, index)
-        for name, row in model.rows.items()
-        for index, page in enumerate(row.pages)
-        if _alone(model, page)
-    ]
-    if not spans:
+    """Pages that have no SWA side left, so that their full side can go alone."""
+    pure = model.geometry.pure_swa
+    if not pure and not _some_lack_a_peer(model):
         return None
-    name, start = spans[choices.below(len(spans))]
+    alone = _is_gone if pure else _lacks_peer
+    found = _find(model, choices, alone)
+    if found is None:
+        return None
+    name, start = found
     pages = model.rows[name].pages
     stop = start + 1
-    while stop < len(pages) and _alone(model, pages[stop]) and choices.below(2):
+    while stop < len(pages) and alone(pages[stop]) and choices.below(2):
         stop += 1
     form = _form(model.contract.free_forms - {"sparse"}, choices)
     overwrite = _flag(choices, model.contract.overwrite_deferred)
@@ -224,38 +256,64 @@ def _end(model: Model, choices: Choices) -> Op:
     return ops.GroupEnd()
 
 
-def _tombstones(model: Model, *, fresh: bool) -> list[tuple[int, int]]:
-    """(sequence, page) of whole pages without a peer; with ``fresh`` only those whose peer was
-    given up inside the open group."""
-    size = model.geometry.page_size
-    return [
-        (name, index)
-        for name, row in model.rows.items()
-        for index, page in enumerate(row.pages)
-        if not page.swa and page.tokens == size and (not fresh or page.full in model.detached)
-    ]
+def _has_peer(page: Page) -> bool:
+    return page.swa != 0
+
+
+def _lacks_peer(page: Page) -> bool:
+    return page.swa == 0
+
+
+def _is_gone(page: Page) -> bool:
+    return page.gone_in is not None
+
+
+def _present(page: Page) -> bool:
+    return page.gone_in is None
+
+
+def _some_lack_a_peer(model: Model) -> bool:
+    """Whether any lent page of a hybrid pool lacks its peer: more full pages are lent than SWA
+    pages."""
+    full, swa = model.full, model.swa
+    lent = full.total - len(full.free) - len(full.pending)
+    return lent > swa.total - len(swa.free) - len(swa.pending)
+
+
+def _tombstone(model: Model, choices: Choices) -> tuple[int, int] | None:
+    """(sequence, page) of a whole page without a peer; inside a group most of the time one whose
+    peer was given up there, if there is any."""
+    if not _some_lack_a_peer(model):
+        return None
+    size, detached = model.geometry.page_size, model.detached
+
+    def dead(page: Page) -> bool:
+        return page.swa == 0 and page.tokens == size
+
+    def fresh(page: Page) -> bool:
+        return page.full in detached and page.swa == 0 and page.tokens == size
+
+    if detached and choices.below(4) != 3 and (found := _find(model, choices, fresh)):
+        return found
+    return _find(model, choices, dead)
 
 
 def _recover(model: Model, choices: Choices, *, locked: bool) -> Op | None:
-    fresh = model.group_open and choices.below(4) != 3
-    kept = _tombstones(model, fresh=fresh) or _tombstones(model, fresh=False)
-    if not kept:
+    kept = _tombstone(model, choices)
+    if kept is None:
         return None
-    kept_seq, kept_start = kept[choices.below(len(kept))]
     size = model.geometry.page_size
-    incoming = [
-        (name, index)
-        for name, row in model.rows.items()
-        if name != kept_seq
-        for index, page in enumerate(row.pages)
-        if page.swa and page.tokens == size and page.fully_mapped
-    ]
-    if not incoming:
+
+    def live(page: Page) -> bool:
+        return page.swa != 0 and page.tokens == size and page.fully_mapped
+
+    incoming = _find(model, choices, live, but=kept[0])
+    if incoming is None:
         return None
-    seq, start = incoming[choices.below(len(incoming))]
-    one = ops.Recover(kept_seq, seq, locked, 1, kept_start, start)
-    two = ops.Recover(kept_seq, seq, locked, 2, kept_start, start)
-    return two if choices.below(2) and model.allows(two) else one
+    two = ops.Recover(kept[0], incoming[0], locked, 2, kept[1], incoming[1])
+    if choices.below(2) and model.allows(two):
+        return two
+    return ops.Recover(kept[0], incoming[0], locked, 1, kept[1], incoming[1])
 
 
 def _recover_locked(model: Model, choices: Choices) -> Op | None:
@@ -272,19 +330,15 @@ def _load_back(model: Model, choices: Choices) -> Op:
 
 
 def _load_back_swa(model: Model, choices: Choices) -> Op | None:
-    fresh = model.group_open and choices.below(4) != 3
-    dead = _tombstones(model, fresh=fresh) or _tombstones(model, fresh=False)
-    if not dead:
-        return None
-    name, start = dead[choices.below(len(dead))]
-    return ops.LoadBackSwa(name, start, start + 1)
+    dead = _tombstone(model, choices)
+    return ops.LoadBackSwa(dead[0], dead[1], dead[1] + 1) if dead is not None else None
 
 
 def _retract(model: Model, choices: Choices) -> Op | None:
     picked = _pick_row(model, choices)
     if picked is None:
         return None
-    return ops.Retract(picked[0], max(model.used_backups, default=0) + 1)
+    return ops.Retract(picked[0], _unused(model.used_backups))
 
 
 def _restore(model: Model, choices: Choices) -> Op | None:
@@ -316,21 +370,15 @@ def _extend_logical(model: Model, choices: Choices) -> Op:
     return ops.ExtendLogical(((model.last_name + 1, tokens),))
 
 
-def _on_device(model: Model) -> list[tuple[int, int]]:
-    """(sequence, page) of the pages with device slots."""
-    return [
-        (name, index)
-        for name, row in model.rows.items()
-        for index, page in enumerate(row.pages)
-        if page.device
-    ]
+def _on_device(page: Page) -> bool:
+    return page.device != 0
 
 
 def _free_device(model: Model, choices: Choices) -> Op | None:
-    pages = _on_device(model)
-    if not pages:
+    found = _find(model, choices, _on_device)
+    if found is None:
         return None
-    name, start = pages[choices.below(len(pages))]
+    name, start = found
     stop = start + 1 + choices.below(len(model.rows[name].pages) - start)
     form: Form = "sparse" if choices.below(3) == 2 else "slots"
     overwrite = _flag(choices, model.contract.overwrite_deferred)
@@ -339,13 +387,13 @@ def _free_device(model: Model, choices: Choices) -> Op | None:
 
 def _device_buffer(model: Model, choices: Choices) -> Op | None:
     """A buffer of about as many pages as the row has on the device, or of any other size."""
-    pages = _on_device(model)
-    if not pages:
+    found = _find(model, choices, _on_device)
+    if found is None:
         return None
-    name = pages[choices.below(len(pages))][0]
+    name = found[0]
     own = sum(page.device != 0 for page in model.rows[name].pages)
     wanted = (own, own + 1, max(1, own - 1), 1, own + len(model.device.free) + 1)
-    number = max(model.used_buffers, default=0) + 1
+    number = _unused(model.used_buffers)
     return ops.DeviceBuffer(name, number, wanted[choices.below(len(wanted))])
 
 
@@ -361,7 +409,7 @@ def _memory(choices: Choices) -> Memory:
 
 
 def _reserve(model: Model, choices: Choices) -> Op:
-    number = max(model.memory.used, default=0) + 1
+    number = _unused(model.memory.used)
     return ops.Reserve(number, _memory(choices), 1 + choices.below(4))
 
 
@@ -386,50 +434,6 @@ def _resume(model: Model, choices: Choices) -> Op:
 
 def _clear(model: Model, choices: Choices) -> Op:
     return ops.Clear()
-
-
-GHOST_CALLS = ("free_again", "free_pending", "map_pending")
-"""Hostile calls whose ``seq`` names slots that a row gave up."""
-
-HOSTILE_CALLS_TRIED = 6
-"""How many hostile calls are tried before the proposal is given up."""
-
-NAMES_TRIED = 3
-"""How many names are tried for each place of a hostile call."""
-
-
-def _hostile(model: Model, choices: Choices) -> Op | None:
-    """A call that would be wrong now; half of the time one about paused memory, a group or given-up
-    slots, since few states make those possible."""
-    calls = sorted(model.contract.hostile)
-    if model.memory.paused and choices.below(2):
-        calls = [call for call in calls if call.endswith("_paused")] or calls
-    elif choices.below(2):
-        calls = [call for call in calls if _is_rare(call)] or calls
-    names = [*model.rows, *model.backups]
-    pending = model.full.pending
-    waiting = [name for name, pages in model.ghosts.items() if not pending.isdisjoint(pages)]
-    first, second = choices.below(16), choices.below(16)
-    for _ in range(min(len(calls), HOSTILE_CALLS_TRIED)):
-        # Drawn anew each time: the next one in the list would be tried far too often.
-        call = calls[choices.below(len(calls))]
-        pool = (waiting or list(model.ghosts)) if call in GHOST_CALLS else names
-        for seq in _rotated(pool, first):
-            for other in _rotated(names, second):
-                op = ops.Hostile(call, seq, other)
-                if model.allows(op):
-                    return op
-    return None
-
-
-def _is_rare(call: str) -> bool:
-    return call in GHOST_CALLS or HOSTILE_CALLS[call].grouped or call == "end_unopened"
-
-
-def _rotated(names: list[int], start: int) -> list[int]:
-    """A few names from a chosen one on; nobody if there are none."""
-    few = min(len(names), NAMES_TRIED)
-    return [names[(start + i) % len(names)] for i in range(few)] or [-1]
 
 
 PROPOSALS: dict[str, Proposal] = {
@@ -463,6 +467,6 @@ PROPOSALS: dict[str, Proposal] = {
     "pause": _pause,
     "resume": _resume,
     "clear": _clear,
-    "hostile": _hostile,
+    "hostile": propose_hostile,
 }
 """Every kind that a source can ask for where programs are of allocator calls."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from itertools import accumulate
 
 from kvcore.models import Geometry, Model
 from kvcore.models.ops import Op
@@ -18,6 +17,8 @@ from kvcore.strategies.propose import propose
 from kvcore.strategies.weights import weights_for
 
 LENGTHS = (20, 50, 50, 200)
+FACTORS = (1, 2, 2, 4)
+"""What a kind's weight may be multiplied by in a program."""
 ATTEMPTS = 24
 """How many kinds are tried before the walker gives a step up."""
 
@@ -26,41 +27,42 @@ class RandomChoices:
     """Integers from a seeded generator."""
 
     def __init__(self, rng: random.Random) -> None:
-        self._rng = rng
+        self._random = rng.random
 
     def below(self, bound: int) -> int:
         """A uniform integer in ``[0, bound)``."""
-        return int(self._rng.random() * bound)
+        return int(self._random() * bound)
 
 
 class Walker:
     """A source of ``length`` random ops."""
 
     def __init__(self, rng: random.Random, length: int) -> None:
-        self._rng = rng
         self._left = length
         self._choices = RandomChoices(rng)
-        self._tables: dict[bool, tuple[list[str], list[int]]] = {}
+        self._kinds: dict[bool, list[str]] = {}
 
     def next_op(self, model: Model) -> Op | None:
         """The next op; None after ``length`` ops, or when nothing proposed is allowed."""
         if self._left == 0:
             return None
         self._left -= 1
-        kinds, cumulative = self._table(model)
+        kinds = self._kinds.get(model.group_open) or self._draw_kinds(model)
+        choices = self._choices
         for _ in range(ATTEMPTS):
-            kind = self._rng.choices(kinds, cum_weights=cumulative)[0]
-            if (op := propose(kind, model, self._choices)) is not None:
+            op = propose(kinds[choices.below(len(kinds))], model, choices)
+            if op is not None:
                 return op
         return None
 
-    def _table(self, model: Model) -> tuple[list[str], list[int]]:
+    def _draw_kinds(self, model: Model) -> list[str]:
+        """The kinds to choose from evenly: each as often as its weight in this program says."""
         inside = model.group_open
-        if inside not in self._tables:
-            weights = weights_for(model.contract, inside=inside)
-            drawn = [weight * self._rng.choice((1, 2, 2, 4)) for weight in weights.values()]
-            self._tables[inside] = (list(weights), list(accumulate(drawn)))
-        return self._tables[inside]
+        kinds: list[str] = []
+        for kind, weight in weights_for(model.contract, inside=inside).items():
+            kinds += [kind] * (weight * FACTORS[self._choices.below(len(FACTORS))])
+        self._kinds[inside] = kinds
+        return kinds
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,9 @@ inside a group the ops that detach and recover peers outweigh the rest. Measured
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from functools import cache
+
 from kvcore.models import Contract
 from kvcore.strategies.weights_requests import (
     REQUEST_BASES,
@@ -95,24 +98,35 @@ BASES: dict[str, str] = {
 """The op kind behind a kind that is not one itself."""
 
 
-def weights_for(contract: Contract, *, inside: bool) -> dict[str, int]:
+def weights_for(contract: Contract, *, inside: bool) -> Mapping[str, int]:
     """The kinds that make sense under a contract and the weight of each, in a fixed order."""
-    if "admit" in contract.ops:
+    return _weights_of(contract.ops, bool(contract.hostile), inside)
+
+
+@cache
+def _weights_of(known: frozenset[str], hostile: bool, inside: bool) -> Mapping[str, int]:
+    if "admit" in known:
         table = REQUESTS_INSIDE if inside else REQUESTS_OUTSIDE
     else:
         table = INSIDE if inside else OUTSIDE
-    return {kind: weight for kind, weight in table.items() if _makes_sense(kind, contract)}
+    able = known if hostile else known - {"hostile"}
+    return {kind: weight for kind, weight in table.items() if op_kind_of(kind) in able}
+
+
+@cache
+def _weighted_kinds(known: frozenset[str], hostile: bool, inside: bool) -> tuple[str, ...]:
+    weights = _weights_of(known, hostile, inside)
+    return tuple(kind for kind, weight in weights.items() for _ in range(weight))
+
+
+def weighted_kinds(contract: Contract, *, inside: bool) -> Sequence[str]:
+    """The kinds that make sense under a contract, each as often as its weight says."""
+    return _weighted_kinds(contract.ops, bool(contract.hostile), inside)
 
 
 def kinds_for(contract: Contract, *, inside: bool) -> list[str]:
     """The kinds that make sense under a contract, in a fixed order."""
     return list(weights_for(contract, inside=inside))
-
-
-def _makes_sense(kind: str, contract: Contract) -> bool:
-    if kind == "hostile":
-        return bool(contract.hostile)
-    return op_kind_of(kind) in contract.ops
 
 
 def op_kind_of(kind: str) -> str:

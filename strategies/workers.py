@@ -8,6 +8,7 @@ what the jobs are for (`kvcore.strategies.campaign`).
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing
 import multiprocessing.pool
 import os
@@ -142,6 +143,8 @@ def _serve(jobs: Connection, journal_path: Path) -> None:
     # The parent tells of a death; a dump of this process's stack would only garble the terminal.
     faulthandler.disable()
     journal = Journal(journal_path)
+    # What was loaded so far stays; looking through it for garbage would cost Hypothesis a tenth.
+    gc.freeze()
     # Nothing here is ever differentiated; without autograd's bookkeeping a call costs half.
     torch.inference_mode().__enter__()
     while True:

@@ -16,7 +16,7 @@ from kvcore.invariants import LawBroken, Run
 from kvcore.models import Geometry, ServingModel
 from kvcore.strategies.choices import PackedChoices
 from kvcore.strategies.machine import AllocatorMachine, machine_for
-from kvcore.strategies.machine_rules import REQUEST_RULES, pick_kind
+from kvcore.strategies.machine_rules import REQUEST_RULES, pick_kind, propose_or_other
 from kvcore.strategies.profiles import PROFILES, hypothesis_settings, search_settings
 from kvcore.strategies.program import program_test
 from kvcore.strategies.sources import run_burst
@@ -93,6 +93,16 @@ def test_a_machine_of_whole_requests_makes_something_of_almost_every_step() -> N
 
 
 def test_a_rule_with_nothing_to_ask_for_asks_for_another_kind() -> None:
+    model = Run(core_target(GEOMETRIES[0])).model
+    without_rows = {kind for kind in kinds_for(model.contract, inside=False) if "free" in kind}
+    assert {"free", "free_swa", "free_full"} <= without_rows
+    for kind in without_rows:
+        asked = [propose_or_other(kind, model, PackedChoices(number)) for number in range(200)]
+        assert all(op is not None and model.allows(op) for op in asked)
+        assert {"alloc", "extend", "group_begin"} <= {op.kind for op in asked if op is not None}
+
+
+def test_a_request_rule_with_nothing_to_ask_for_asks_for_another_kind() -> None:
     model = Run(open_target("kvcore")(SERVING[0])).model
     assert isinstance(model, ServingModel)
     assert pick_kind(("finish", "group_begin"), model, PackedChoices(0)) == "group_begin"

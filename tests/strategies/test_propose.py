@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -11,10 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcore.invariants import Run
-from kvcore.models import Contract, Geometry
+from kvcore.models import Contract, Geometry, Model, ops
 from kvcore.models.contract import ALL_FORMS
+from kvcore.models.hostile import HOSTILE_CALLS
 from kvcore.strategies.choices import PackedChoices
 from kvcore.strategies.propose import PROPOSALS, propose
+from kvcore.strategies.propose_hostile import PAIR_CALLS
 from kvcore.strategies.walker import RandomChoices, Walker
 from kvcore.strategies.weights import INSIDE, OUTSIDE, kinds_for, op_kind_of
 from kvcore.targets.core import core_target
@@ -39,18 +42,24 @@ def pools_for(kind: str, geometry: Geometry) -> Geometry:
     return geometry
 
 
+@cache
+def busy_model(seed: int, geometry: Geometry) -> Model:
+    """The state after a busy run, to be looked at only."""
+    return busy_run(seed, geometry).model
+
+
 @pytest.mark.parametrize("kind", PROPOSALS)
 def test_every_proposal_is_allowed_where_it_is_made(kind: str, geometry: Geometry) -> None:
     rng = random.Random(1)
     geometry = pools_for(kind, geometry)
     made = 0
     for seed in range(12):
-        run = busy_run(seed, geometry)
+        model = busy_model(seed, geometry)
         for _ in range(6):
-            op = propose(kind, run.model, RandomChoices(rng))
+            op = propose(kind, model, RandomChoices(rng))
             if op is not None:
                 made += 1
-                assert run.model.allows(op)
+                assert model.allows(op)
                 assert op.kind == op_kind_of(kind)
     assert made > 0, f"{kind} was never possible in 12 busy states"
 
@@ -58,9 +67,18 @@ def test_every_proposal_is_allowed_where_it_is_made(kind: str, geometry: Geometr
 @settings(max_examples=40)
 @given(kind=st.sampled_from(sorted(PROPOSALS)), packed=st.integers(0, 2**48))
 def test_the_same_integer_gives_the_same_op(kind: str, packed: int) -> None:
-    run = busy_run(3, pools_for(kind, Geometry(page_size=2, full_pages=8, swa_pages=8)))
-    first = propose(kind, run.model, PackedChoices(packed))
-    assert propose(kind, run.model, PackedChoices(packed)) == first
+    model = busy_model(3, pools_for(kind, Geometry(page_size=2, full_pages=8, swa_pages=8)))
+    first = propose(kind, model, PackedChoices(packed))
+    assert propose(kind, model, PackedChoices(packed)) == first
+
+
+def test_a_second_name_matters_to_hostile_calls_about_pairs_alone(geometry: Geometry) -> None:
+    for model in (busy_model(seed, geometry) for seed in range(6)):
+        names = [-1, *model.rows, *model.ghosts]
+        for call, about in HOSTILE_CALLS.items():
+            asked = [[ops.Hostile(call, seq, other) for other in names] for seq in names]
+            told = [{about.possible(model, op) for op in row} for row in asked]
+            assert call in PAIR_CALLS or all(len(answers) == 1 for answers in told), call
 
 
 def test_an_integer_that_is_used_up_reads_as_zero() -> None:
@@ -78,9 +96,9 @@ def test_where_every_layer_slides_pages_are_given_up_by_every_kind(kind: str) ->
     rng = random.Random(2)
     made = 0
     for seed in range(12):
-        run = busy_run(seed, Geometry(page_size=2, full_pages=8, pure_swa=True))
+        model = busy_model(seed, Geometry(page_size=2, full_pages=8, pure_swa=True))
         for _ in range(6):
-            made += propose(kind, run.model, RandomChoices(rng)) is not None
+            made += propose(kind, model, RandomChoices(rng)) is not None
     assert made > 3
 
 
