@@ -1,7 +1,8 @@
-"""The command line: `kvcore verify`, `replay`, `shrink`, `faults`, `soak` and `targets`.
+"""The command line: `kvcore verify`, `replay`, `shrink`, `faults`, `soak`, `bench`, `translate` and
+`targets`.
 
 Each command takes its options apart, has the work done elsewhere, and returns an exit status: 0
-clean, 1 a law broke, 2 bad usage or input, 3 the harness itself failed.
+clean, 1 a law broke or a goal was missed, 2 bad usage or input, 3 the harness itself failed.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from kvcore.reports import edge, hunting, replaying, soaking, verifying
+from kvcore.reports import benching, edge, hunting, recording, replaying, soaking, verifying
 from kvcore.reports.edge import Status
 from kvcore.reports.layout import new_table, output
 from kvcore.reports.trace_files import DEFAULT_DIRECTORY, read_trace
@@ -24,7 +25,8 @@ from kvcore.targets.registry import list_targets
 app = typer.Typer(
     name="kvcore",
     help="Verifies KV-cache allocators: every interleaving that callers may produce, every law.",
-    epilog="Exit status: 0 clean, 1 a law broke, 2 bad usage or input, 3 the harness failed.",
+    epilog="Exit status: 0 clean, 1 a law broke or a goal was missed, 2 bad usage or input, 3 the "
+    "harness failed.",
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -167,6 +169,72 @@ def soak(
     policy = Policy(soaking.parse_arrivals(arrivals), seed, chunk)
     plan = soaking.make_plan(workload, target, requests, geometry, check_every, policy)
     return soaking.run(plan, json, traces)
+
+
+@app.command()
+def bench(
+    against: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="sglang:DIR",
+            help="A released engine to compare with; may be repeated. Without it these comparisons "
+            "are left out.",
+        ),
+    ] = None,
+    section: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Only this one; may be repeated. operations, groups, growth, counts, capture, "
+            "harness, recorder.",
+        ),
+    ] = None,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check",
+            help="Compare with the goals: status 1 where one is missed, but not where one is not "
+            "measured.",
+        ),
+    ] = False,
+    goals: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Other goals, in TOML, than those of this version."),
+    ] = None,
+    json: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Where to write the report as JSON.")
+    ] = None,
+    quick: Annotated[
+        bool,
+        typer.Option("--quick", help="Few samples and small pools: whether it runs, not how fast."),
+    ] = False,
+    seed: Annotated[int, typer.Option(metavar="S", help="Decides the order of samples.")] = 0,
+) -> Status:
+    """Measure the allocators and the harness.
+
+    Ratios, counts and exponents, against released engines and against itself; a control first.
+    """
+    errand = benching.make_errand(
+        against or (), section or (), goals, seed, check=check, quick=quick
+    )
+    return benching.run(errand, json)
+
+
+@app.command()
+def translate(
+    raw: Annotated[
+        Path, typer.Argument(metavar="RAW", help="A raw recording.", show_default=False)
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", metavar="OUT", help="Where to write; RAW without .raw."),
+    ] = None,
+) -> Status:
+    """Make a trace of a recorded allocator's calls.
+
+    For recordings that were not closed, as when the process died: see docs/recording.md.
+    """
+    return recording.run(raw, out)
 
 
 @app.command()

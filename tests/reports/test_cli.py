@@ -26,7 +26,7 @@ Command = Callable[..., tuple[int, str, str]]
 Snapshot = Callable[[str, str], None]
 Campaign = Callable[[Plan, Callable[[Progress], None]], Report]
 
-COMMANDS = ("verify", "replay", "shrink", "faults", "soak", "targets")
+COMMANDS = ("verify", "replay", "shrink", "faults", "soak", "bench", "translate", "targets")
 
 
 def finding_of(trace: Trace) -> Finding:
@@ -106,6 +106,11 @@ BAD_INPUTS = [
     ("faults", "nonsense"),
     ("faults", "--seeds", "0"),
     ("faults", "--seeds", "some"),
+    ("translate",),
+    ("translate", "missing.raw"),
+    ("translate", "file"),
+    ("translate", "file", "-o", "out.jsonl"),
+    ("translate", "missing.raw", "-o", "."),
     ("soak",),
     ("soak", "missing"),
     ("soak", "."),
@@ -121,6 +126,11 @@ BAD_INPUTS = [
     ("soak", "requests.csv", "--target", "kvcore#wrapped"),
     ("soak", "requests.csv", "--json", "missing/report.json"),
     ("soak", "requests.csv", "--traces", "file"),
+    ("bench", "--section", "nonsense"),
+    ("bench", "--against", "sglang:missing"),
+    ("bench", "--check", "--goals", "missing"),
+    ("bench", "--check", "--goals", "file"),
+    ("bench", "--json", "missing/report.json"),
     ("targets", "nonsense"),
     ("targets", "--nonsense"),
     ("targets", "--target", "kvcore"),
