@@ -68,6 +68,7 @@ class FreeList(ABC):
         self._released = torch.empty(
             num_pages if need_sort else 0, dtype=torch.int64, device=device
         )
+        self._store_size = 2 * num_pages
         if device.type == "cpu":
             self._host_released: Ids = self._released.numpy()
         self._with_gaps: list[torch.Tensor]
@@ -233,6 +234,15 @@ class FreeList(ABC):
         start = self._place(num_pages)
         return self._host_store[start : start + num_pages]
 
+    def host_give(self, entries: Ids) -> None:
+        """Put pages back, on a CPU: int64 `[n]`, copied, each page once.
+
+        Raises:
+            DoubleFreeError: more pages would be free than exist.
+        """
+        self.host_place(entries.size)[:] = entries
+        self.commit(entries.size)
+
     def commit(self, num_pages: int) -> None:
         """What was written into `place(num_pages)` is free."""
         if self._need_sort:
@@ -329,12 +339,21 @@ class SlotLog(FreeList):
         return 0
 
     def _place(self, num_pages: int) -> int:
-        if self._end + num_pages > 2 * self._capacity:
+        if self._end + num_pages > self._store_size:
             self._move()
         return self._end
 
     def _commit(self, num_pages: int) -> None:
         self._end += num_pages
+
+    def host_give(self, entries: Ids) -> None:
+        """See the base class; written out, as this is all that a free is about."""
+        end = self._end + entries.size
+        if self._need_sort or end > self._store_size or end - self._head > self._capacity:
+            super().host_give(entries)
+            return
+        self._host_store[self._end : end] = entries
+        self._end = end
 
     def _move(self) -> None:
         """Go on in new storage; what was lent as a view of the old one keeps it alive."""
@@ -358,3 +377,12 @@ class PageStack(FreeList):
 
     def _commit(self, num_pages: int) -> None:
         self._head -= num_pages
+
+    def host_give(self, entries: Ids) -> None:
+        """See the base class; written out, as this is all that a free is about."""
+        head = self._head - entries.size
+        if self._need_sort or head < 0:
+            super().host_give(entries)
+            return
+        self._host_store[head : self._head] = entries
+        self._head = head

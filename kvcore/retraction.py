@@ -102,7 +102,10 @@ class RetractionBackup(Generic[CopyT]):
                 f"RetractionBackup.take: expected chunk_tokens >= 1, got {chunk_tokens}"
             )
         # A row without tokens is copied too, so that a pool without the call shows at once.
-        pieces = slots.split(chunk_tokens or max(len(slots), 1))
+        if chunk_tokens is None or slots.numel() <= chunk_tokens:
+            pieces: tuple[torch.Tensor, ...] = (slots,)
+        else:
+            pieces = slots.split(chunk_tokens)
         copies = tuple(pool.get_cpu_copy(piece) for piece in pieces)
         return cls(copies[0] if chunk_tokens is None else RowChunks(copies), swa_evicted_seqlen)
 
@@ -121,8 +124,12 @@ class RetractionBackup(Generic[CopyT]):
             raise GeometryError(
                 f"RetractionBackup.restore: {len(slots)} slots for {len(self)} copied tokens"
             )
+        chunks = self.chunks
+        if len(chunks) == 1:
+            pool.load_cpu_copy(chunks[0], slots)
+            return
         start = 0
-        for chunk in self.chunks:
+        for chunk in chunks:
             pool.load_cpu_copy(chunk, slots[start : start + len(chunk)])
             start += len(chunk)
 

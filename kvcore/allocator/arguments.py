@@ -40,7 +40,7 @@ def as_locations(operation: str, index: torch.Tensor, device: torch.device) -> t
         raise IndexTensorError(f"{operation}: expected integer indices, got {index.dtype}")
     if index.device != device:
         raise IndexTensorError(f"{operation}: expected indices on {device}, got {index.device}")
-    return index.to(torch.int64)
+    return index if index.dtype is torch.int64 else index.to(torch.int64)
 
 
 def is_index(index: torch.Tensor, device: torch.device) -> bool:

@@ -13,7 +13,7 @@ import torch
 from kvcore.allocator.arguments import Segment, as_number
 from kvcore.allocator.ownership import validate_by_default
 from kvcore.errors import FreeGroupError
-from kvcore.kernels import kernels_for
+from kvcore.kernels import chosen_kernels, kernels_for
 
 
 class BaseTokenToKVPoolAllocator(ABC):
@@ -64,6 +64,9 @@ class BaseTokenToKVPoolAllocator(ABC):
         self._kernels = kernels_for(self._index_device)
         self._group_open = False
         self._group_owned = False
+        self._on_cpu = self._index_device.type == "cpu"
+        # Short vectors on a CPU are read and written by numpy, unless somebody chose torch.
+        self._by_host = self._on_cpu and self._kernels is None and not chosen_kernels()
 
     @property
     @abstractmethod
@@ -225,6 +228,18 @@ class BaseTokenToKVPoolAllocator(ABC):
     def translate_kv_indices_for_transfer(self, kv_indices: torch.Tensor) -> torch.Tensor:
         """Slots as a transfer engine addresses them: the slots themselves."""
         return kv_indices
+
+    def _is_plain(self, index: torch.Tensor) -> bool:
+        """Whether an index is what nearly every call passes: an int64 vector on the device.
+
+        `as_index` says the same and more; this is all that is asked on hot paths.
+        """
+        return (
+            type(index) is torch.Tensor
+            and index.dtype is torch.int64
+            and index.dim() == 1
+            and (index.is_cpu if self._on_cpu else index.device == self._index_device)
+        )
 
     @staticmethod
     def _own_copy(index: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,9 @@ from kvcore.allocator.arguments import (
 from kvcore.errors import GeometryError
 from kvcore.kernels import SlotKernels
 
-_HOST = torch.device("cpu")
+HOST = torch.device("cpu")
+"""Where the host's copies of lengths are."""
+
 _FEW_ROWS = 32
 """Rows of an extend up to which torch is asked for each by itself."""
 
@@ -45,7 +47,7 @@ def _pages_up_to(lengths: torch.Tensor, page_size: int) -> torch.Tensor:
     return (lengths + page_size - 1) // page_size
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class ExtendBatch:
     """Rows that grow from `prefix_lens` to `seq_lens` tokens; all vectors int64 `[batch]`."""
 
@@ -80,20 +82,25 @@ class ExtendBatch:
         batch = cls(
             operation,
             _vector(operation, "prefix_lens", prefix_lens, device),
-            _vector(operation, "prefix_lens_cpu", prefix_lens_cpu, _HOST),
+            _vector(operation, "prefix_lens_cpu", prefix_lens_cpu, HOST),
             _vector(operation, "seq_lens", seq_lens, device),
-            _vector(operation, "seq_lens_cpu", seq_lens_cpu, _HOST),
+            _vector(operation, "seq_lens_cpu", seq_lens_cpu, HOST),
             _vector(operation, "last_loc", last_loc, device),
             num_tokens,
         )
-        require_equal_lengths(
-            operation,
-            prefix_lens=batch.prefix_lens,
-            prefix_lens_cpu=batch.prefix_lens_cpu,
-            seq_lens=batch.seq_lens,
-            seq_lens_cpu=batch.seq_lens_cpu,
-            last_loc=batch.last_loc,
-        )
+        count = last_loc.numel()
+        if not (
+            prefix_lens.numel() == count == prefix_lens_cpu.numel()
+            and seq_lens.numel() == count == seq_lens_cpu.numel()
+        ):
+            require_equal_lengths(
+                operation,
+                prefix_lens=prefix_lens,
+                prefix_lens_cpu=prefix_lens_cpu,
+                seq_lens=seq_lens,
+                seq_lens_cpu=seq_lens_cpu,
+                last_loc=last_loc,
+            )
         prefixes, lengths = batch.host_prefix_lens, batch.host_seq_lens
         if not all(0 <= prefix <= length for prefix, length in zip(prefixes, lengths, strict=True)):
             raise GeometryError(f"{operation}: expected 0 <= prefix_len <= seq_len for every row")
@@ -236,7 +243,7 @@ class SwaTail:
         return -(-(self.end - self.start) // page_size)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class DecodeBatch:
     """Rows that grow by one token to `seq_lens`; all vectors int64 `[batch]`."""
 
@@ -263,7 +270,7 @@ class DecodeBatch:
         batch = cls(
             operation,
             _vector(operation, "seq_lens", seq_lens, device),
-            _vector(operation, "seq_lens_cpu", seq_lens_cpu, _HOST),
+            _vector(operation, "seq_lens_cpu", seq_lens_cpu, HOST),
             _vector(operation, "last_loc", last_loc, device),
         )
         count = seq_lens.numel()
@@ -280,6 +287,11 @@ class DecodeBatch:
         """`seq_lens_cpu` as numbers."""
         lengths: list[int] = self.seq_lens_cpu.tolist()
         return lengths
+
+    @property
+    def host_prefix_lens(self) -> list[int]:
+        """Tokens that each row has already, as numbers."""
+        return [length - 1 for length in self.host_seq_lens]
 
     @property
     def prefix_lens(self) -> torch.Tensor:
@@ -313,7 +325,7 @@ class DecodeBatch:
         continued = self.last_loc + 1
         if num_new == 0:
             return continued
-        if new_pages.device == _HOST:
+        if new_pages.device == HOST:
             # The host knows which rows begin a page; here it can say so without a copy.
             begun = [row for row, n in enumerate(self.host_seq_lens) if n % page_size == 1]
             rows = torch.from_numpy(np.array(begun, dtype=np.int64))

@@ -275,6 +275,10 @@ class CompressedHiSparseTokenToKVPoolAllocator(DeviceSideAllocator):
         """Full slots whose SWA peers the open group has yet to capture; for inspection."""
         return self.logical_attn_allocator.queued_peer_slots
 
+    def queued_peer_pages(self) -> set[int]:
+        """The pages of `queued_peer_slots`, as numbers."""
+        return self.logical_attn_allocator.queued_peer_pages()
+
     @property
     def size_swa(self) -> int:
         """Tokens of the SWA pool."""

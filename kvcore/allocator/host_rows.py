@@ -9,6 +9,7 @@ Left out: the same in torch and by kernels (`kvcore.allocator.hybrid`).
 import numpy as np
 import torch
 
+from kvcore.allocator.batch import DecodeBatch, ExtendBatch
 from kvcore.allocator.ownership import Ids
 
 
@@ -23,9 +24,18 @@ class HostRows:
 
     def __init__(self, mapping: torch.Tensor, num_rows: int, page_size: int) -> None:
         self._page_size = page_size
-        self._entries: Ids = mapping.numpy()[: num_rows * page_size]
+        self._mapping: Ids = mapping.numpy()
+        self._entries: Ids = self._mapping[: num_rows * page_size]
         self._rows = self._entries.reshape(num_rows, page_size)
         self._offsets = np.arange(page_size, dtype=np.int64)
+
+    def translated(self, locations: torch.Tensor) -> torch.Tensor:
+        """The entries at locations, int64 of the same shape; -1 names the last one.
+
+        Raises:
+            IndexError: a location beyond the mapping.
+        """
+        return torch.from_numpy(self._mapping[locations.numpy()])
 
     def pages_of(self, firsts: torch.Tensor) -> Ids:
         """The pages of these slots, int64 `[n]`."""
@@ -58,6 +68,48 @@ class HostRows:
         else:
             self._rows[pages] = swa_firsts[:, None] + self._offsets
 
+    def pair_slots(self, slots: torch.Tensor, swa_slots: torch.Tensor) -> None:
+        """`pair` the pages of slots with those of SWA slots at equal offsets, both int64 `[n]`."""
+        size = self._page_size
+        pages, peers = _without_runs(slots.numpy() // size, swa_slots.numpy() // size)
+        self.pair(pages, peers * size)
+
+    def move(self, kept: Ids, incoming: Ids) -> None:
+        """Give the rows of the incoming pages to the kept ones, int64 `[n]`; 0 stays behind."""
+        kept, incoming = _without_runs(kept, incoming)
+        rows = self._rows[incoming]
+        self._rows[incoming] = 0
+        self._rows[kept] = rows
+
+    def slots_of_batch(self, batch: ExtendBatch | DecodeBatch, pages: Ids) -> torch.Tensor:
+        """`batch.slots` of these new pages: int64 `[num_tokens]`."""
+        size, offsets = self._page_size, self._offsets
+        fresh = (pages[:, None] * size + offsets).reshape(-1)
+        lengths, prefixes = batch.host_seq_lens, batch.host_prefix_lens
+        slots = np.empty(sum(lengths) - sum(prefixes), dtype=np.int64)
+        at = taken = 0
+        for prefix, length, last in zip(prefixes, lengths, batch.last_loc.tolist(), strict=True):
+            tokens = length - prefix
+            # First the rest of the page that the row has begun, then new pages.
+            onto_last = min(-prefix % size, tokens)
+            slots[at : at + onto_last] = offsets[:onto_last] + (last + 1)
+            rest = tokens - onto_last
+            slots[at + onto_last : at + tokens] = fresh[taken : taken + rest]
+            at += tokens
+            taken += -(-rest // size) * size
+        return torch.from_numpy(slots)
+
     def slots_of(self, pages: Ids) -> torch.Tensor:
         """All slots of the pages, page by page: int64 `[n * page_size]`."""
         return torch.from_numpy((pages[:, None] * self._page_size + self._offsets).reshape(-1))
+
+
+def _without_runs(pages: Ids, partners: Ids) -> tuple[Ids, Ids]:
+    """Pairs of pages as they follow from slots in order, each run of equal pairs once."""
+    if pages.size < 2:
+        return pages, partners
+    first = np.empty(pages.size, dtype=np.bool_)
+    first[0] = True
+    np.not_equal(pages[1:], pages[:-1], out=first[1:])
+    first[1:] |= partners[1:] != partners[:-1]
+    return pages[first], partners[first]

@@ -19,7 +19,7 @@ number. While it is 0, as in a pool without tombstones, a gather finds a peer fo
 Left out: the operations that callers see (`kvcore.allocator.swa`).
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from copy import copy
 from typing import Any, Protocol, Self, TypedDict, runtime_checkable
 
@@ -29,13 +29,11 @@ from kvcore.allocator.arguments import Segment, as_locations, as_segments, pool_
 from kvcore.allocator.base import BaseTokenToKVPoolAllocator
 from kvcore.allocator.batch import DecodeBatch, ExtendBatch
 from kvcore.allocator.host_rows import HostRows
-from kvcore.allocator.ownership import Ids, PeerGuard
+from kvcore.allocator.ownership import FREE, Ids, PeerGuard, on_host
 from kvcore.allocator.paged import PagedTokenToKVPoolAllocator
 from kvcore.allocator.pending import PendingFrees
 from kvcore.allocator.single import SinglePoolAllocator
 from kvcore.allocator.token import TokenToKVPoolAllocator
-from kvcore.free_list import FreeList
-from kvcore.kernels import chosen_kernels
 
 
 class HybridPool(Protocol):
@@ -138,6 +136,8 @@ class HybridAllocator(BaseTokenToKVPoolAllocator):
         self.swa_attn_allocator = self._make_side(
             size_swa, split.swa_kv_pool if split is not None else None, "SWA", lists_slots=True
         )
+        self._queue_owned: Callable[[torch.Tensor], None] | None = None
+        self._queue_copy: Callable[[Ids], None] | None = None
         self._build_mapping()
         self._guard = self._make_guard()
         self.register_mapping()
@@ -175,7 +175,7 @@ class HybridAllocator(BaseTokenToKVPoolAllocator):
 
     def _make_host_rows(self, num_rows: int) -> HostRows | None:
         """The mapping by numpy, where it is on a CPU and nobody asked for anything else."""
-        if self._index_device.type != "cpu" or self._kernels is not None or chosen_kernels():
+        if not self._by_host:
             return None
         return HostRows(self.full_to_swa_index_mapping, num_rows, self.page_size)
 
@@ -204,6 +204,7 @@ class HybridAllocator(BaseTokenToKVPoolAllocator):
         other.full_attn_allocator = self.full_attn_allocator.resized(size)
         other.swa_attn_allocator = self.swa_attn_allocator.resized(size_swa)
         other._group_open = other._group_owned = False
+        other._queue_owned = other._queue_copy = None
         other._build_mapping()
         return other
 
@@ -245,6 +246,13 @@ class HybridAllocator(BaseTokenToKVPoolAllocator):
             queued.absorb(self.full_attn_allocator.pending)
         return queued.all_pages(1) * self.page_size
 
+    def queued_peer_pages(self) -> set[int]:
+        """The pages of `queued_peer_slots`, as numbers."""
+        queued = self._queued_peers.page_set(1)
+        if self._group_open:
+            queued |= self.full_attn_allocator.pending.page_set(1)
+        return queued
+
     def available_size(self) -> int:
         """Tokens that one `alloc` could get: what the poorer side has."""
         return min(self.full_available_size(), self.swa_available_size())
@@ -282,6 +290,8 @@ class HybridAllocator(BaseTokenToKVPoolAllocator):
         locations = as_locations(operation, kv_indices, self._index_device)
         if self.full_attn_allocator.ledger is not None:
             self.full_attn_allocator.ledger.require_readable(operation, locations)
+        if self._host is not None and locations.dim() > 0:
+            return self._host.translated(locations)
         return self.full_to_swa_index_mapping[locations]
 
     # -- peers ---------------------------------------------------------------------------------
@@ -356,37 +366,56 @@ class HybridAllocator(BaseTokenToKVPoolAllocator):
             )
         return swa_place
 
-    def _give_peers(
-        self, firsts: torch.Tensor, num_pages: int, full: FreeList | None = None
-    ) -> None:
-        """Unmap so many pages, by a slot of each, and give their peers to the SWA side.
+    def _give_firsts(self, firsts: torch.Tensor, num_pages: int, *, with_full: bool) -> None:
+        """Unmap so many pages, by a slot of each, and give their peers back, with `with_full`
+        themselves.
 
-        Here no group is open. The ids of the pages are written where they belong in `full`, if it
-        is given, but not committed.
+        Here no group is open.
+
+        Raises:
+            DoubleFreeError: more pages would be free than exist.
         """
+        full, swa = self.full_attn_allocator, self.swa_attn_allocator
         if self._host is not None:
-            self._give_peers_on_host(self._host.pages_of(firsts), self._host, full)
+            self._give_on_host(self._host.pages_of(firsts), self._host, with_full=with_full)
             return
-        swa = self.swa_attn_allocator
         aside = swa.ledger is not None or swa.free_group_is_open or self._may_miss_peers()
-        full_place = None if full is None else full.place(num_pages)
+        full_place = full.free_list.place(num_pages) if with_full else None
         if aside:
             swa.give_entries(self._detach_firsts(firsts, full_place, None))
         else:
             self._detach_firsts(firsts, full_place, swa.free_list.place(num_pages))
             swa.commit(num_pages)
+        if with_full:
+            full.commit(num_pages)
 
-    def _give_peers_on_host(self, pages: Ids, rows: HostRows, full: FreeList | None) -> None:
-        """`_give_peers` of these pages, int64 `[n]`, by the host."""
-        swa = self.swa_attn_allocator
-        aside = swa.ledger is not None or swa.free_group_is_open or self._may_miss_peers()
-        if full is not None:
-            full.host_place(pages.size)[:] = pages
+    def _give_on_host(self, pages: Ids, rows: HostRows, *, with_full: bool) -> None:
+        """Unmap pages and give their peers back, and with `with_full` themselves, by the host.
+
+        Int64 `[n]`, each page once. Here no group is open.
+
+        Raises:
+            DoubleFreeError: more pages would be free than exist.
+        """
+        full, swa = self.full_attn_allocator, self.swa_attn_allocator
+        aside = (
+            swa.ledger is not None
+            or swa._group_open
+            or ((self._unpaired != 0 or full.lent_alone != 0) and self._may_miss_peers())
+        )
+        if with_full:
+            full.free_list.require_place_for(pages.size)
+        if not aside:
+            swa.free_list.require_place_for(pages.size)
+        entries = rows.detach(pages)
+        if with_full:
+            full.free_list.host_give(pages)
+            if full.ledger is not None:
+                full.ledger.mark(pages, FREE)
         if aside:
-            swa.give_entries(torch.from_numpy(rows.detach(pages)))
+            swa.give_entries(torch.from_numpy(entries))
         else:
-            swa.free_list.host_place(pages.size)[:] = rows.detach(pages)
-            swa.commit(pages.size)
+            swa.free_list.host_give(entries)
 
     def _may_miss_peers(self) -> bool:
         """Whether some full page on loan may have no peer."""
@@ -406,6 +435,10 @@ class HybridAllocator(BaseTokenToKVPoolAllocator):
 
     def _move_peers(self, kept_pages: torch.Tensor, incoming_pages: torch.Tensor) -> None:
         # Entry by entry: a page on which a tail ended has peers at its front only.
+        if self._host is not None:
+            self._host.move(on_host(kept_pages), on_host(incoming_pages))
+            self._forget_unpaired(kept_pages.numel())
+            return
         rows = self._page_rows[incoming_pages]
         self._clear_pages(incoming_pages)
         self._page_rows[kept_pages] = rows

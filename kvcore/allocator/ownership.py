@@ -92,9 +92,9 @@ class PageLedger:
         """Every page is free."""
         self._state.fill(FREE)
 
-    def mark(self, pages: torch.Tensor, state: int) -> None:
+    def mark(self, pages: torch.Tensor | Ids, state: int) -> None:
         """Record a change of state that has happened."""
-        self._state[on_host(pages)] = state
+        self._state[pages if isinstance(pages, np.ndarray) else on_host(pages)] = state
 
     def is_lent(self, pages: Ids) -> npt.NDArray[np.bool_]:
         """Whether each page (0 included) is lent and not pending: `[n]`."""

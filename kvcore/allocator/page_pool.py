@@ -115,6 +115,10 @@ class PagePool(BaseTokenToKVPoolAllocator):
         """Pages queued in the open group, ascending, int64 `[n]`; for inspection."""
         return self._whole_queue().all_pages(self._unit)
 
+    def pending_page_list(self) -> list[int]:
+        """`pending_pages` as numbers."""
+        return sorted(self.settled.page_set(self._unit) | self.pending.page_set(self._unit))
+
     @property
     def num_free_pages(self) -> int:
         """Free pages, those set aside by `need_sort` included."""
@@ -264,7 +268,7 @@ class PagePool(BaseTokenToKVPoolAllocator):
     def give_pages(self, pages: torch.Tensor) -> None:
         """Return distinct pages, now or at the end of the open group, which keeps the tensor."""
         if self._group_open:
-            self.pending.add_pages(pages, pages.numel())
+            self.pending.add_pages(pages)
         else:
             self.free_list.give(pages)
         if self.ledger is not None:
@@ -287,19 +291,29 @@ class PagePool(BaseTokenToKVPoolAllocator):
     def queue_entries(self, entries: torch.Tensor) -> None:
         """Return distinct pages at the end of the open group, by what the free list keeps."""
         pages = entries if self._unit == 1 else entries // self._unit
-        self.pending.add_pages(pages, pages.numel())
+        self.pending.add_pages(pages)
 
     def queue_slots(self, slots: torch.Tensor, count: int, queue: PendingFrees) -> None:
         """Return the pages of so many slots at the end of the open group, as part of `queue`."""
-        self.queue_set(slots, count, queue)
+        if self._by_host and self.page_size == 1 and not self._group_owned:
+            # What `queue_set` does, without the way there: a group may free hundreds of rows.
+            queue.add_host_pages(slots.numpy().copy())
+        else:
+            self.queue_set(slots, count, queue)
         if self.ledger is not None:
             self.ledger.mark(slots // self.page_size, PENDING)
 
     def queue_set(self, slots: torch.Tensor, count: int, queue: PendingFrees) -> None:
         """Queue slots in any number a page."""
-        kept = slots if self._group_owned else self._own_copy(slots)
+        if self._group_owned:
+            kept = slots
+        elif self._by_host and self.page_size == 1:
+            queue.add_host_pages(slots.numpy().copy())
+            return
+        else:
+            kept = self._own_copy(slots)
         if self.page_size == 1:
-            queue.add_pages(kept, count)
+            queue.add_pages(kept)
         else:
             queue.add_set(kept)
 
@@ -311,6 +325,12 @@ class PagePool(BaseTokenToKVPoolAllocator):
 
     def queue_rows(self, indices: list[torch.Tensor], queue: PendingFrees) -> None:
         """Queue page-aligned pieces of a row, in a tensor of our own unless the group is owned."""
+        if self._by_host and not self._group_owned:
+            size = self.page_size
+            for index in indices:
+                slots = index.numpy()
+                queue.add_host_pages(slots.copy() if size == 1 else slots[::size] // size)
+            return
         if self.page_size > 1 and (self._group_owned or self._kernels is not None):
             # One launch of a kernel divides them all; so does one operation of torch at the end.
             for index in indices:
@@ -321,7 +341,7 @@ class PagePool(BaseTokenToKVPoolAllocator):
             pages = pages // self.page_size
         elif not self._group_owned:
             pages = self._own_copy(pages)
-        queue.add_pages(pages, pages.numel())
+        queue.add_pages(pages)
 
     # -- free groups ---------------------------------------------------------------------------
 

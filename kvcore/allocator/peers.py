@@ -14,7 +14,9 @@ from collections.abc import Iterable
 import torch
 
 from kvcore.allocator.arguments import Segment, as_index
+from kvcore.allocator.host_rows import HostRows
 from kvcore.allocator.hybrid import HybridAllocator
+from kvcore.allocator.ownership import Ids
 from kvcore.allocator.pending import without_repetitions
 
 
@@ -25,35 +27,50 @@ class PeerReleasingAllocator(HybridAllocator):
 
     def free(self, free_index: torch.Tensor) -> None:
         """Return full pages and their peers; a page without a peer on the full side alone."""
-        slots = as_index("free", free_index, self._index_device)
+        # What nearly every call passes; `_is_plain` written out, for this and what follows is all
+        # that a free in a group costs.
+        if (
+            type(free_index) is torch.Tensor
+            and free_index.dtype is torch.int64
+            and free_index.dim() == 1
+            and (free_index.is_cpu if self._on_cpu else free_index.device == self._index_device)
+        ):
+            slots = free_index
+        else:
+            slots = as_index("free", free_index, self._index_device)
+        if (queue := self._queue_owned) is not None:
+            queue(slots)
+        elif (queue_copy := self._queue_copy) is not None:
+            queue_copy(slots.numpy().copy())
+        else:
+            self._free(slots)
+
+    def _free(self, slots: torch.Tensor) -> None:
+        """`free` of an int64 vector, where nothing is as simple as in a group of single slots."""
         count = slots.numel()
         if count == 0:
             return
         if self.validate:
             self._check_free("free", slots)
+        full = self.full_attn_allocator
         if self._group_open:
             if self._guard is not None:
                 self._guard.mark_queued(slots)
-            full = self.full_attn_allocator
             full.queue_slots(slots, count, full.pending)
-        elif self.page_size == 1:
-            self._free_firsts(slots)
-        else:
+        elif self.page_size > 1:
             self._free_set(slots)
+        elif full._group_open:
+            self._free_into_group(slots)
+        elif self._host is not None:
+            self._give_on_host(slots.numpy(), self._host, with_full=True)
+        else:
+            self._give_firsts(slots, count, with_full=True)
 
-    def _free_firsts(self, firsts: torch.Tensor) -> None:
-        """Return distinct full pages with their peers, by a slot of each; here no group is open."""
-        full = self.full_attn_allocator
-        if full.free_group_is_open:
-            # Somebody went to the side directly.
-            pages = firsts // self.page_size
-            self._give_peers(firsts, firsts.numel())
-            full.give_pages(pages)
-            return
-        count = firsts.numel()
-        full.free_list.require_place_for(count)
-        self._give_peers(firsts, count, full.free_list)
-        full.commit(count)
+    def _free_into_group(self, firsts: torch.Tensor) -> None:
+        """Free distinct pages, by a slot of each, into a group of the full side alone."""
+        pages = firsts // self.page_size
+        self._give_firsts(firsts, firsts.numel(), with_full=False)
+        self.full_attn_allocator.give_pages(pages)
 
     def _free_set(self, slots: torch.Tensor) -> None:
         """Return the pages touched and their peers, as many as they are."""
@@ -73,22 +90,25 @@ class PeerReleasingAllocator(HybridAllocator):
 
         Pages without a peer are skipped.
         """
-        slots = as_index("free_swa", free_index, self._index_device)
+        slots = free_index
+        if not self._is_plain(slots):
+            slots = as_index("free_swa", free_index, self._index_device)
         count = slots.numel()
         if count == 0:
             return
         if self.validate:
             self._check_free("free_swa", slots)
-        full = self.full_attn_allocator
         if self._group_open:
             if self._guard is not None:
                 self._guard.mark_queued(slots)
-            full.queue_set(slots, count, self._queued_peers)
-        elif self.page_size == 1:
-            self._give_peers(slots, count)
-        else:
-            entries = self._detach_peers(full.touched_pages(slots))
+            self.full_attn_allocator.queue_set(slots, count, self._queued_peers)
+        elif self.page_size > 1:
+            entries = self._detach_peers(self.full_attn_allocator.touched_pages(slots))
             self.swa_attn_allocator.give_entries(entries)
+        elif self._host is not None:
+            self._give_on_host(slots.numpy(), self._host, with_full=False)
+        else:
+            self._give_firsts(slots, count, with_full=False)
         self._unpaired += count
 
     def free_full(self, free_index: torch.Tensor) -> None:
@@ -105,24 +125,43 @@ class PeerReleasingAllocator(HybridAllocator):
         self._free_full_side(slots)
         self._forget_unpaired(slots.numel())
 
+    def free_segment(self, free_index: torch.Tensor, *, start_pos: int) -> None:
+        """`free_segments` of a single piece."""
+        if self.validate or not self._is_plain_segment(free_index, start_pos):
+            self.return_segments("free_segment", [(free_index, start_pos)])
+        elif free_index.numel() > 0:
+            self._return_segments([free_index])
+
+    def _is_plain_segment(self, index: torch.Tensor, start_pos: int) -> bool:
+        """`_is_plain`, and a start that `as_segments` would take."""
+        return (
+            self._is_plain(index)
+            and type(start_pos) is int
+            and start_pos >= 0
+            and start_pos % self.page_size == 0
+        )
+
     def return_segments(self, operation: str, segments: Iterable[Segment]) -> None:
         """`free` of page-aligned pieces of one row, ascending, no page shared."""
         indices = self._checked_segments(operation, segments)
-        if not indices:
-            return
+        if indices:
+            self._return_segments(indices)
+
+    def _return_segments(self, indices: list[torch.Tensor]) -> None:
+        """`free` of checked pieces, none of them empty."""
         full = self.full_attn_allocator
-        if not self._group_open:
-            if self._host is not None and not full.free_group_is_open:
-                pages = self._host.pages_of_segments(indices)
-                full.free_list.require_place_for(pages.size)
-                self._give_peers_on_host(pages, self._host, full.free_list)
-                full.commit(pages.size)
-            else:
-                self._free_firsts(full.firsts_of(indices))
-            return
-        if self._guard is not None:
-            self._guard.mark_queued(torch.cat(indices))
-        full.queue_segments(indices, full.pending)
+        if self._group_open:
+            if self._guard is not None:
+                self._guard.mark_queued(torch.cat(indices))
+            full.queue_segments(indices, full.pending)
+        elif full._group_open:
+            self._free_into_group(full.firsts_of(indices))
+        elif self._host is not None:
+            pages = self._host.pages_of_segments(indices)
+            self._give_on_host(pages, self._host, with_full=True)
+        else:
+            firsts = full.firsts_of(indices)
+            self._give_firsts(firsts, firsts.numel(), with_full=True)
 
     def free_swa_segments(self, segments: Iterable[Segment]) -> None:
         """`free_swa` of page-aligned pieces of one row, ascending, no page shared.
@@ -130,29 +169,34 @@ class PeerReleasingAllocator(HybridAllocator):
         Waits for no device value, as all segment frees: the peers are counted when the SWA side's
         free list is next needed.
         """
-        self._return_swa_segments("free_swa_segments", segments)
+        indices = self._checked_segments("free_swa_segments", segments)
+        if indices:
+            self._free_swa_segments(indices)
 
     def free_swa_segment(self, free_index: torch.Tensor, *, start_pos: int) -> None:
         """`free_swa_segments` of a single piece."""
-        self._return_swa_segments("free_swa_segment", [(free_index, start_pos)])
-
-    def _return_swa_segments(self, operation: str, segments: Iterable[Segment]) -> None:
-        indices = self._checked_segments(operation, segments)
+        if self.validate or not self._is_plain_segment(free_index, start_pos):
+            indices = self._checked_segments("free_swa_segment", [(free_index, start_pos)])
+        else:
+            indices = [free_index] if free_index.numel() > 0 else []
         if indices:
             self._free_swa_segments(indices)
 
     def _free_swa_segments(self, indices: list[torch.Tensor]) -> None:
         full = self.full_attn_allocator
-        count = sum(-(-index.numel() // self.page_size) for index in indices)
         if self._group_open:
             if self._guard is not None:
                 self._guard.mark_queued(torch.cat(indices))
             full.queue_rows(indices, self._queued_peers)
+            count = sum(-(-index.numel() // self.page_size) for index in indices)
         elif self._host is not None:
             pages = self._host.pages_of_segments(indices)
-            self._give_peers_on_host(pages, self._host, None)
+            count = pages.size
+            self._give_on_host(pages, self._host, with_full=False)
         else:
-            self._give_peers(full.firsts_of(indices), count)
+            firsts = full.firsts_of(indices)
+            count = firsts.numel()
+            self._give_firsts(firsts, count, with_full=False)
         self._unpaired += count
 
     def return_full_segments(self, operation: str, segments: Iterable[Segment]) -> None:
@@ -192,13 +236,28 @@ class PeerReleasingAllocator(HybridAllocator):
         self.full_attn_allocator.free_group_begin(owned=owned)
         self.swa_attn_allocator.free_group_begin(owned=owned)
         self._group_open, self._group_owned = True, owned
+        self._renew_queues()
+
+    def _renew_queues(self) -> None:
+        """Where a free of single slots that nobody checks goes while a group is open."""
+        self._queue_owned = self._queue_copy = None
+        if not self._group_open or self.page_size > 1 or self.validate:
+            return
+        pending = self.full_attn_allocator.pending
+        if self._group_owned:
+            self._queue_owned = pending.add_pages
+        elif self._by_host:
+            self._queue_copy = pending.add_host_pages
 
     def free_group_end(self) -> None:
         """Make everything freed in the group available, on both sides."""
         self._require_group_everywhere("free_group_end", is_open=True)
         full, swa = self.full_attn_allocator, self.swa_attn_allocator
         if self._is_plain_group():
-            self._end_plain_group()
+            if self._host is None:
+                self._end_plain_group()
+            else:
+                self._end_group_on_host(full.pending.counted_on_host(), self._host)
         else:
             self._capture_queued_peers()
             # Both sides before either: a group that cannot end stays open, and nothing is lost.
@@ -207,13 +266,14 @@ class PeerReleasingAllocator(HybridAllocator):
             full.close_group()
             swa.close_group()
         self._group_open = self._group_owned = False
+        self._renew_queues()
 
     def _is_plain_group(self) -> bool:
         """Whether all that waits is full pages, each once, whose peers nobody has captured yet."""
         full, swa = self.full_attn_allocator, self.swa_attn_allocator
         return (
             full.ledger is None
-            and full.pending.num_pages > 0
+            and bool(full.pending)
             and full.pending.is_counted
             and not (self._queued_peers or full.settled or swa.pending or swa.settled)
         )
@@ -238,6 +298,18 @@ class PeerReleasingAllocator(HybridAllocator):
             swa.give_entries(entries)
         else:
             swa.commit(num_pages)
+
+    def _end_group_on_host(self, pages: Ids, rows: HostRows) -> None:
+        """`_end_plain_group` by the host."""
+        full, swa = self.full_attn_allocator, self.swa_attn_allocator
+        full.free_list.require_place_for(pages.size)
+        if not self._may_miss_peers():
+            swa.free_list.require_place_for(pages.size)
+        # Closed first, so that what is given now is free.
+        full.drop_group()
+        swa.drop_group()
+        self._group_open = False
+        self._give_on_host(pages, rows, with_full=True)
 
     def _require_group_everywhere(self, operation: str, *, is_open: bool) -> None:
         self.require_group(operation, is_open=is_open)
@@ -266,3 +338,4 @@ class PeerReleasingAllocator(HybridAllocator):
                 swa.queue_entries(entries)
         full.settle()
         self._drop_queued_peers()
+        self._renew_queues()

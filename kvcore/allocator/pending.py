@@ -2,7 +2,7 @@
 
 Four kinds, by what the host knows about them:
 
-    pages     ids, each page once; at page size 1 slots are pages
+    pages     ids, each page once; at page size 1 slots are pages. On a CPU they may be numpy's
     rows      page-aligned pieces of rows, one id for each page begun: tensors of a caller who
               promised not to touch them
     sets      slots in any number a page, so that the device alone knows how many pages they are
@@ -12,10 +12,12 @@ Four kinds, by what the host knows about them:
 Left out: when the group ends (`kvcore.allocator.single`, `kvcore.allocator.swa`).
 """
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
-from kvcore.allocator.ownership import on_host
+from kvcore.allocator.ownership import Ids, on_host
 
 
 class PendingFrees:
@@ -30,31 +32,58 @@ class PendingFrees:
         self._page_size = page_size
         self._device = device
         self._pages: list[torch.Tensor] = []
+        self._host_pages: list[Ids] = []
         self._rows: list[torch.Tensor] = []
         self._sets: list[torch.Tensor] = []
         self._entries: list[torch.Tensor] = []
-        self.num_pages = 0
-        """Pages in `pages` and `rows`."""
+        self._num_in_rows = 0
         self.gaps_are_counted = True
         """Whether every gap is to be counted, see `FreeList.give_with_gaps`."""
 
     def __bool__(self) -> bool:
-        return bool(self.num_pages or self._sets or self._entries)
+        return bool(self._host_pages or self._pages or self._rows or self._sets or self._entries)
+
+    @property
+    def num_pages(self) -> int:
+        """Pages in `pages` and `rows`."""
+        on_host = sum(pages.size for pages in self._host_pages)
+        return on_host + sum(pages.numel() for pages in self._pages) + self._num_in_rows
 
     @property
     def is_counted(self) -> bool:
         """Whether the host knows how many pages these are."""
         return not (self._sets or self._entries)
 
-    def add_pages(self, pages: torch.Tensor, num_pages: int) -> None:
-        """Queue page ids, so many."""
-        self._pages.append(pages)
-        self.num_pages += num_pages
+    @property
+    def add_pages(self) -> Callable[[torch.Tensor], None]:
+        """Queues page ids. Good for as long as this queue, and nothing is called in between."""
+        return self._pages.append
+
+    @property
+    def add_host_pages(self) -> Callable[[Ids], None]:
+        """`add_pages` by numpy, on a CPU."""
+        return self._host_pages.append
+
+    def counted_on_host(self) -> Ids:
+        """`counted_pages` of a queue on a CPU."""
+        if not (self._pages or self._rows):
+            queued = self._host_pages
+            return queued[0] if len(queued) == 1 else np.concatenate(queued)
+        if self._rows and not (self._pages or self._host_pages):
+            return on_host(self._one_slot_a_page()) // self._page_size
+        return on_host(self.counted_pages())
+
+    def _all_pages(self) -> list[torch.Tensor]:
+        """`pages` as tensors."""
+        if self._host_pages:
+            self._pages.append(torch.from_numpy(np.concatenate(self._host_pages)))
+            self._host_pages.clear()
+        return self._pages
 
     def add_row(self, row: torch.Tensor) -> None:
         """Queue a piece of a row that begins on a page boundary."""
         self._rows.append(row)
-        self.num_pages += -(-row.numel() // self._page_size)
+        self._num_in_rows += -(-row.numel() // self._page_size)
 
     def add_set(self, slots: torch.Tensor) -> None:
         """Queue slots in any number a page."""
@@ -68,21 +97,21 @@ class PendingFrees:
 
     def absorb(self, later: "PendingFrees") -> None:
         """Queue what another one of the same pool holds, behind what is here."""
-        self._pages += later._pages
+        self._all_pages().extend(later._all_pages())
         self._rows += later._rows
         self._sets += later._sets
         self._entries += later._entries
-        self.num_pages += later.num_pages
+        self._num_in_rows += later._num_in_rows
         self.gaps_are_counted &= later.gaps_are_counted
 
     def write(self, place: torch.Tensor) -> None:
         """Write the ids of pages and rows into `place`, int64 `[num_pages]`."""
         if not self._rows:
-            torch.cat(self._pages, out=place)
+            torch.cat(self._all_pages(), out=place)
             return
-        if self._pages:
-            in_rows = sum(-(-row.numel() // self._page_size) for row in self._rows)
-            ids, place = place.split((self.num_pages - in_rows, in_rows))
+        if self._all_pages():
+            in_rows = self._num_in_rows
+            ids, place = place.split((place.numel() - in_rows, in_rows))
             torch.cat(self._pages, out=ids)
         torch.floor_divide(self._one_slot_a_page(), self._page_size, out=place)
 
@@ -98,13 +127,14 @@ class PendingFrees:
 
     def firsts(self) -> torch.Tensor | None:
         """A slot of each of the pages, int64 `[num_pages]`; None where not all are in one kind."""
+        pages = self._all_pages()
         if self._page_size == 1 and not self._rows:
-            return self._pages[0] if len(self._pages) == 1 else torch.cat(self._pages)
-        return None if self._pages else self._one_slot_a_page()
+            return pages[0] if len(pages) == 1 else torch.cat(pages)
+        return None if pages else self._one_slot_a_page()
 
     def counted_pages(self) -> torch.Tensor:
         """The ids of pages and rows: int64 `[num_pages]`."""
-        if not self._rows and len(self._pages) == 1:
+        if not self._rows and len(self._all_pages()) == 1:
             return self._pages[0]
         pages = torch.empty(self.num_pages, dtype=torch.int64, device=self._device)
         if self.num_pages:
@@ -142,7 +172,7 @@ class PendingFrees:
     def all_pages(self, unit: int) -> torch.Tensor:
         """Every page queued, ascending, each once: int64 `[n]`; waits for the device."""
         size = self._page_size
-        found = [on_host(pages) for pages in self._pages]
+        found = [on_host(pages) for pages in self._all_pages()]
         found += [on_host(row)[::size] // size for row in self._rows]
         found += [on_host(slots) // size for slots in self._sets]
         found += [on_host(entries) // unit for entries in self._entries]
@@ -150,6 +180,22 @@ class PendingFrees:
             return torch.empty(0, dtype=torch.int64, device=self._device)
         pages = np.unique(np.concatenate(found))
         return torch.from_numpy(pages[pages > 0]).to(self._device)
+
+    def page_set(self, unit: int) -> set[int]:
+        """`all_pages` as numbers, in any order; changes nothing here."""
+        size = self._page_size
+        found: set[int] = set()
+        for pages in self._host_pages:
+            found.update(pages.tolist())
+        for ids in self._pages:
+            found.update(ids.tolist())
+        for row in self._rows:
+            found.update(slot // size for slot in row[::size].tolist())
+        for slots in self._sets:
+            found.update(slot // size for slot in slots.tolist())
+        for entries in self._entries:
+            found.update(entry // unit for entry in entries.tolist())
+        return {page for page in found if page > 0}
 
 
 def distinct_pages(slots: torch.Tensor, page_size: int) -> torch.Tensor:

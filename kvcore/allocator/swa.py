@@ -12,12 +12,14 @@ import torch
 
 from kvcore.allocator.arguments import (
     as_index,
+    is_index,
     require_equal_lengths,
     whole_pages,
 )
-from kvcore.allocator.batch import DecodeBatch, ExtendBatch, SwaTail
+from kvcore.allocator.batch import HOST, DecodeBatch, ExtendBatch, SwaTail
 from kvcore.allocator.host_rows import HostRows
 from kvcore.allocator.hybrid import HybridPoolSize
+from kvcore.allocator.ownership import Ids
 from kvcore.allocator.peers import PeerReleasingAllocator
 from kvcore.allocator.single import SlotsOf
 from kvcore.errors import GeometryError
@@ -61,20 +63,32 @@ class SWATokenToKVPoolAllocator(PeerReleasingAllocator):
     def alloc(self, need_size: int) -> torch.Tensor | None:
         """Lend whole pages with peers; see the base class."""
         num_pages = whole_pages("alloc", need_size, self.page_size)
-        if self._host is not None and not self._group_open and not self.need_sort:
-            return self._alloc_on_host(num_pages, self._host)
+        if (rows := self._rows_at_once()) is not None:
+            return self._lend_on_host(num_pages, rows, rows.slots_of)
         kernels = self._kernels_at_once()
         if kernels is None or num_pages == 0:
             return self.lend(num_pages, self.full_attn_allocator.slots_of)
         return self._lend_sides(num_pages, num_pages, partial(kernels.lend, **self._mapped))
 
-    def _alloc_on_host(self, num_pages: int, rows: HostRows) -> torch.Tensor | None:
-        """`alloc` by the host; outside a group, and where nothing has to be sorted."""
+    def _rows_at_once(self) -> HostRows | None:
+        """The mapping on the host, if slots and mapping may be written there at one go.
+
+        In a group, queued peers are captured in between; what has to be sorted may have to be
+        undone.
+        """
+        may = self._kernels is None and not (self._group_open or self.need_sort)
+        return self._host if may else None
+
+    def _lend_on_host(
+        self, num_pages: int, rows: HostRows, slots_of: Callable[[Ids], torch.Tensor]
+    ) -> torch.Tensor | None:
+        """Pages of both sides or of neither, paired; what `slots_of` says of the full ones."""
         full, swa = self.full_attn_allocator, self.swa_attn_allocator
         if not (full.free_list.has_room(num_pages) and swa.free_list.has_room(num_pages)):
             return None
         pages = full.free_list.host_front(num_pages)
-        slots = full.free_list.front(num_pages) if self.page_size == 1 else rows.slots_of(pages)
+        # At page size 1 the pages are the slots, and a view of the log is as good as a copy.
+        slots = full.free_list.front(num_pages) if self.page_size == 1 else slots_of(pages)
         rows.pair(pages, swa.free_list.host_front(num_pages))
         full.advance(num_pages)
         swa.advance(num_pages)
@@ -121,10 +135,32 @@ class SWATokenToKVPoolAllocator(PeerReleasingAllocator):
         Raises:
             DeadPeerError: with `validate`, a page that goes on has no peer.
         """
+        if self._goes_on_everywhere(seq_lens, seq_lens_cpu, last_loc):
+            return last_loc + 1
         batch = DecodeBatch.checked(
             "alloc_decode", seq_lens, seq_lens_cpu, last_loc, self._index_device
         )
         return self._alloc_batch(batch)
+
+    def _goes_on_everywhere(
+        self, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor, last_loc: torch.Tensor
+    ) -> bool:
+        """Whether a decode begins no page and nothing of it is to be checked or computed elsewhere.
+
+        Then every slot and every peer lies behind the last one: the usual step of most batches.
+        """
+        if self.validate or self._kernels is not None or self.page_size == 1:
+            return False
+        if not (
+            self._is_plain(seq_lens)
+            and self._is_plain(last_loc)
+            and is_index(seq_lens_cpu, HOST)
+            and seq_lens.numel() == seq_lens_cpu.numel() == last_loc.numel()
+        ):
+            return False
+        size = self.page_size
+        # 1 begins a page too; so does 0, which `checked` refuses.
+        return all(length > 1 and length % size != 1 for length in seq_lens_cpu.tolist())
 
     def _alloc_batch(self, batch: ExtendBatch | DecodeBatch) -> torch.Tensor | None:
         self.check_batch(batch)
@@ -133,6 +169,8 @@ class SWATokenToKVPoolAllocator(PeerReleasingAllocator):
     def lend_batch(self, batch: ExtendBatch | DecodeBatch) -> torch.Tensor | None:
         """The new tokens of each row of a batch whose values have been checked, with peers."""
         num_pages = batch.num_new_pages(self.page_size)
+        if num_pages > 0 and (rows := self._rows_at_once()) is not None:
+            return self._lend_on_host(num_pages, rows, partial(rows.slots_of_batch, batch))
         kernels = self._kernels_at_once()
         if kernels is not None and num_pages > 0 and isinstance(batch, DecodeBatch):
             make = partial(kernels.decode_paired, batch.seq_lens, batch.last_loc, **self._mapped)
@@ -286,7 +324,10 @@ class SWATokenToKVPoolAllocator(PeerReleasingAllocator):
         self._check_mapping_write(operation, full, swa)
         if self._group_open:
             self._capture_queued_peers()
-        self._map_pages(full // self.page_size, swa - swa % self.page_size)
+        if self._host is not None:
+            self._host.pair_slots(full, swa)
+        else:
+            self._map_pages(full // self.page_size, swa - swa % self.page_size)
         self._forget_unpaired(full.numel())
 
     def clear_full_to_swa_mapping(self, full_indices: torch.Tensor) -> None:
@@ -334,6 +375,7 @@ class SWATokenToKVPoolAllocator(PeerReleasingAllocator):
         self.full_to_swa_index_mapping[:-1].fill_(0)
         self._drop_queued_peers()
         self._group_open = self._group_owned = False
+        self._renew_queues()
         self._unpaired = 0
 
     def resize(

@@ -64,15 +64,33 @@ def layer_ids(operation: str, ids: Sequence[SupportsIndex]) -> tuple[int, ...]:
     return tuple(as_count(operation, "layer number", number) for number in ids)
 
 
-def require_within(operation: str, locations: torch.Tensor, count: int) -> None:
-    """Raise InvalidSlotError for a location outside 0..count - 1 that is not -1; on a CPU only."""
-    if locations.device.type != "cpu" or locations.numel() == 0:
-        return
-    named = on_host(locations)
-    if named.min() < -1 or named.max() >= count:
+FEW = 256
+"""Of so many numbers Python finds the ends sooner than numpy."""
+
+
+def require_within(operation: str, locations: torch.Tensor, count: int) -> bool:
+    """Raise InvalidSlotError for a location outside 0..count - 1 that is not -1; on a CPU only.
+
+    Returns:
+        Whether -1 may be among them; it may, on any other device.
+    """
+    if not locations.is_cpu:
+        return True
+    num = locations.numel()
+    if num == 0:
+        return False
+    if num <= FEW and locations.dim() == 1:
+        numbers: list[int] = locations.tolist()
+        lowest, highest = min(numbers), max(numbers)
+    else:
+        array = on_host(locations)
+        lowest, highest = int(array.min()), int(array.max())
+    if lowest < -1 or highest >= count:
+        named = on_host(locations)
         outside = named[(named < -1) | (named >= count)]
         expected = f"0..{count - 1}, or -1 for none"
         refuse(InvalidSlotError, operation, outside, "locations outside", expected)
+    return lowest < 0
 
 
 def require_tensor(what: str, rows: torch.Tensor, device: torch.device) -> None:

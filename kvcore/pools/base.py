@@ -11,8 +11,10 @@ Not here: which slots are free or lent (`kvcore.allocator`), and how memory is g
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from functools import cached_property
+from typing import NamedTuple, Protocol, TypeAlias
 
+import numpy as np
 import torch
 
 from kvcore.allocator.arguments import as_index, require_equal_lengths
@@ -25,6 +27,7 @@ from kvcore.pools.arguments import (
     scaled,
     shaped,
 )
+from kvcore.pools.host_arrays import HostRowArrays, host_row_arrays
 from kvcore.saver import KV_CACHE, MemorySaver, default_saver
 
 BufferInfos: TypeAlias = tuple[list[int], list[int], list[int]]
@@ -46,6 +49,13 @@ def is_fp8(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point and dtype.itemsize == 1
 
 
+class _RowKind(NamedTuple):
+    """A row of a buffer."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
 @dataclass(frozen=True, slots=True)
 class HostRows:
     """Rows of one pool in host memory, in the order of the slots that were asked for.
@@ -62,8 +72,14 @@ class HostRows:
         return self.count
 
     def select(self, kept: torch.Tensor) -> "HostRows":
-        """The rows where `kept` (bool `[count]`, on the host) is true, in the same order."""
-        return HostRows(int(kept.sum()), tuple(rows[kept] for rows in self.buffers))
+        """The rows where `kept` (bool `[count]`, on the host) is true, in the same order.
+
+        This copy itself, where that is all of them.
+        """
+        numbers = torch.from_numpy(np.flatnonzero(kept.numpy()))
+        if len(numbers) == self.count:
+            return self
+        return HostRows(len(numbers), tuple(rows.index_select(0, numbers) for rows in self.buffers))
 
 
 class SlotPool(ABC):
@@ -217,11 +233,14 @@ class SlotPool(ABC):
             InvalidSlotError: a slot beyond the pool, on a CPU.
         """
         slots = as_index(operation, indices, self._resolved_device)
-        require_within(operation, slots, self.rows)
-        return slots.clamp(min=0)
+        names_none = require_within(operation, slots, self.rows)
+        return slots.clamp(min=0) if names_none else slots
 
     def _move(self, targets: torch.Tensor, sources: torch.Tensor) -> None:
         """Copy rows, as `_rows_of` names them, to others, in every buffer."""
+        if self._slot_arrays is not None:
+            self._slot_arrays.move(targets, sources)
+            return
         for buffer in self.slot_buffers():
             # The right side is gathered whole before the first row is written.
             buffer[targets] = buffer[sources]
@@ -239,6 +258,8 @@ class SlotPool(ABC):
 
     def _copied(self, rows: torch.Tensor) -> HostRows:
         """Host copies of rows, as `_rows_of` names them."""
+        if self._copied_arrays is not None:
+            return HostRows(rows.numel(), self._copied_arrays.gathered(rows))
         return HostRows(len(rows), tuple(buffer[rows].cpu() for buffer in self.copied_rows()))
 
     def load_cpu_copy(self, copy: HostRows, indices: torch.Tensor) -> None:
@@ -252,6 +273,9 @@ class SlotPool(ABC):
 
     def _load(self, copy: HostRows, rows: torch.Tensor) -> None:
         """Write a checked copy into rows, as `_rows_of` names them."""
+        if self._copied_arrays is not None and all(copied.is_cpu for copied in copy.buffers):
+            self._copied_arrays.write(rows, copy.buffers)
+            return
         for buffer, copied in zip(self.copied_rows(), copy.buffers, strict=True):
             buffer[rows] = copied.to(rows.device)
 
@@ -278,14 +302,35 @@ class SlotPool(ABC):
             raise GeometryError(
                 f"load_cpu_copy: a {type(copy).__name__}; {type(self).__name__} restores HostRows"
             )
-        nothing = torch.empty(0, dtype=torch.int64, device=self._resolved_device)
-        own = [rows[nothing] for rows in self.copied_rows()]
-        expected = [((len(copy), *rows.shape[1:]), rows.dtype) for rows in own]
-        if [(tuple(rows.shape), rows.dtype) for rows in copy.buffers] != expected:
+        own, count = self._row_kinds, len(copy)
+        fits = len(own) == len(copy.buffers) and all(
+            rows.dtype == kind.dtype and rows.shape == (count, *kind.shape)
+            for rows, kind in zip(copy.buffers, own, strict=True)
+        )
+        if not fits:
+            given = [_RowKind(rows.shape[1:], rows.dtype) for rows in copy.buffers]
             raise GeometryError(
-                f"load_cpu_copy: a copy with buffers {_summary(copy.buffers)};"
+                f"load_cpu_copy: a copy with buffers {_summary(given)};"
                 f" this pool has {_summary(own)}"
             )
+
+    @cached_property
+    def _row_kinds(self) -> list[_RowKind]:
+        """What a row of each of `copied_rows` is."""
+        nothing = torch.empty(0, dtype=torch.int64, device=self._resolved_device)
+        every = self.copied_rows()
+        rows = (each if isinstance(each, torch.Tensor) else each[nothing] for each in every)
+        return [_RowKind(each.shape[1:], each.dtype) for each in rows]
+
+    @cached_property
+    def _slot_arrays(self) -> HostRowArrays | None:
+        """`slot_buffers` by numpy, where that can be."""
+        return host_row_arrays(self.slot_buffers())
+
+    @cached_property
+    def _copied_arrays(self) -> HostRowArrays | None:
+        """`copied_rows` by numpy, where that can be."""
+        return host_row_arrays(self.copied_rows())
 
     def get_contiguous_buf_infos(self) -> BufferInfos:
         """Address, bytes, and bytes a page of every buffer, keys first."""
@@ -334,9 +379,9 @@ class SlotPool(ABC):
         return local
 
 
-def _summary(buffers: Sequence[torch.Tensor]) -> str:
+def _summary(buffers: Sequence[_RowKind]) -> str:
     """Number, row shape and dtype of buffers, for a message."""
     if not buffers:
         return "0 x nothing"
-    kinds = sorted({f"{list(buffer.shape[1:])} {buffer.dtype}" for buffer in buffers})
+    kinds = sorted({f"{list(kind.shape)} {kind.dtype}" for kind in buffers})
     return f"{len(buffers)} x {' or '.join(kinds)}"

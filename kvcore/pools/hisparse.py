@@ -15,6 +15,7 @@ from kvcore.allocator.hisparse import COMPRESS_RATIO
 from kvcore.errors import GeometryError, IndexTensorError, MappingError
 from kvcore.pools.arguments import as_count, require_within
 from kvcore.pools.base import HostRows
+from kvcore.pools.host_arrays import paired_moves, picked
 from kvcore.pools.mla import MLATokenToKVPool
 from kvcore.saver import MemorySaver
 
@@ -117,14 +118,11 @@ class DeviceRowsPool(MLATokenToKVPool):
             )
         rows = self.check_host_copy(copy, indices).cpu()
         both = copy.had_slot & (rows > 0)
-        self._load(copy.select(both), rows[both].to(self._resolved_device))
+        self._load(copy.select(both), picked(rows, both).to(self._resolved_device))
 
     def _move(self, targets: torch.Tensor, sources: torch.Tensor) -> None:
         """Copy rows to others where both are device slots."""
-        # The padding row moved onto itself stands for "nothing to move": selecting the others
-        # would cost a synchronisation.
-        moves = (targets > 0) & (sources > 0)
-        super()._move(targets * moves, sources * moves)
+        super()._move(*paired_moves(targets, sources))
 
     def _rows_of(self, operation: str, indices: torch.Tensor) -> torch.Tensor:
         """The row of each location; the padding row where it has none.

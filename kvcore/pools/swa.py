@@ -16,6 +16,7 @@ from kvcore.errors import GeometryError, IndexTensorError, MappingError
 from kvcore.pools.arguments import Layer, layer_number, require_within
 from kvcore.pools.base import BufferInfos, HostRows, SlotPool
 from kvcore.pools.dsa import DSATokenToKVPool
+from kvcore.pools.host_arrays import paired_moves, picked
 from kvcore.pools.mha import MHATokenToKVPool
 from kvcore.pools.mla import MLATokenToKVPool
 from kvcore.pools.sub_pools import PoolClass, layer_table, require_heads, require_unchanged
@@ -185,7 +186,10 @@ class SWAKVPool:
             )
         operation = "translate_loc_from_full_to_swa"
         slots = as_locations(operation, kv_indices, self._resolved_device)
-        require_within(operation, slots, len(self.full_to_swa_index_mapping))
+        num_entries = self.full_to_swa_index_mapping.numel()
+        names_none = require_within(operation, slots, num_entries)
+        if not names_none and slots.dim() == 1:
+            return self.full_to_swa_index_mapping.index_select(0, slots)
         # -1 reads the last entry, the sentinel, which is -1 too.
         return self.full_to_swa_index_mapping[slots]
 
@@ -323,10 +327,7 @@ class SWAKVPool:
         require_equal_lengths("move_kv_cache", targets=targets, sources=sources)
         swa_targets = self.translate_loc_from_full_to_swa(targets)
         swa_sources = self.translate_loc_from_full_to_swa(sources)
-        # The padding row moved onto itself stands for "nothing to move": selecting the others
-        # would cost a synchronisation.
-        moves = (swa_targets > 0) & (swa_sources > 0)
-        swa_targets, swa_sources = swa_targets * moves, swa_sources * moves
+        swa_targets, swa_sources = paired_moves(swa_targets, swa_sources)
         for peers in (swa_targets, swa_sources):
             require_within("move_kv_cache", peers, self.swa_kv_pool.rows)
         self.full_kv_pool.move_kv_cache(targets, sources)
@@ -347,7 +348,7 @@ class SWAKVPool:
         had_peer = self._rows_to_copy(peers)
         return HybridRows(
             full=self.full_kv_pool.get_cpu_copy(slots),
-            swa=self.swa_kv_pool.get_cpu_copy(peers[had_peer]),
+            swa=self.swa_kv_pool.get_cpu_copy(picked(peers, had_peer)),
             had_peer=had_peer.cpu(),
         )
 
@@ -373,7 +374,7 @@ class SWAKVPool:
         self.swa_kv_pool.check_copy_fits(copy.swa)
         peers = self.translate_loc_from_full_to_swa(slots).cpu()
         kept_rows, tokens = self._rows_to_restore(copy.had_peer, peers > 0)
-        swa_rows, swa_slots = copy.swa.select(kept_rows), peers[tokens].to(slots.device)
+        swa_rows, swa_slots = copy.swa.select(kept_rows), picked(peers, tokens).to(slots.device)
         self.swa_kv_pool.check_host_copy(swa_rows, swa_slots)
         self.full_kv_pool.load_cpu_copy(copy.full, slots)
         self.swa_kv_pool.load_cpu_copy(swa_rows, swa_slots)
@@ -468,4 +469,4 @@ class SWAKVPool:
         mask, narrowed to the tokens that have one now.
         """
         both = had_peer & has_peer
-        return both[had_peer], both
+        return picked(both, had_peer), both

@@ -42,6 +42,10 @@ class Uncounted(FreeList):
         found: Ids = self.place(num_pages).numpy()
         return found
 
+    def host_give(self, entries: Ids) -> None:
+        """As many as there is place for."""
+        FreeList.host_give(self, entries)
+
     def commit(self, num_pages: int) -> None:
         """Put back as many as there is place for."""
         room = self._capacity - (self._end - self._head) - self._num_released

@@ -93,7 +93,7 @@ def launching(laws: Any, page_size: int, **options: Any) -> tuple[Any, PlainKern
     allocator, kernels = laws.make_hybrid(page_size, **options), PlainKernels()
     checked: SlotKernels = kernels
     for each in (allocator, allocator.full_attn_allocator, allocator.swa_attn_allocator):
-        each._kernels = checked
+        each._kernels, each._by_host = checked, False
     allocator._host = None
     return allocator, kernels
 

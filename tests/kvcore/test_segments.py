@@ -121,8 +121,14 @@ def free_in_segments(allocator: Any, row: torch.Tensor, name: str, *, grouped: b
 
 @pytest.mark.parametrize("name", ["free_segment", "free_full_segment"])
 def test_one_pool_frees_segments_without_waiting(
-    page_size: int, need_sort: bool, name: str, grouped: bool, laws: Any
+    page_size: int,
+    need_sort: bool,
+    name: str,
+    grouped: bool,
+    laws: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("KVCORE_KERNELS", "torch")
     allocator = laws.make_single(page_size, need_sort=need_sort, validate=False)
     row = laws.extend_row(allocator, laws.no_row, 8 * page_size)
     free_in_segments(allocator, row, name, grouped=grouped)
