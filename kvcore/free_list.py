@@ -69,7 +69,8 @@ class FreeList(ABC):
             num_pages if need_sort else 0, dtype=torch.int64, device=device
         )
         self._store_size = 2 * num_pages
-        if device.type == "cpu":
+        self._on_cpu = device.type == "cpu"
+        if self._on_cpu:
             self._host_released: Ids = self._released.numpy()
         self._with_gaps: list[torch.Tensor]
         self._with_other_gaps: list[torch.Tensor]
@@ -122,14 +123,16 @@ class FreeList(ABC):
 
     def listed(self) -> list[int]:
         """`free_pages` and `release_pages` as numbers; on a CPU no tensor is made."""
-        self.close_gaps()
-        if self._device.type != "cpu":
+        if self._with_gaps or self._with_other_gaps:
+            self.close_gaps()
+        if not self._on_cpu:
             found: list[int] = torch.cat((self.free_pages, self.release_pages)).tolist()
             return found
         entries: list[int] = self._host_store[self._head : self._end].tolist()
         if self._num_released:
             entries += self._host_released[: self._num_released].tolist()
-        return entries if self.unit == 1 else [entry // self.unit for entry in entries]
+        unit = self.unit
+        return entries if unit == 1 else [entry // unit for entry in entries]
 
     def reset(self) -> None:
         """Make every page free again, in ascending order."""
@@ -148,7 +151,7 @@ class FreeList(ABC):
         """Go on with a store that holds so many free pages."""
         self._store = store
         self._head, self._end = start, start + num_pages
-        if self._device.type == "cpu":
+        if self._on_cpu:
             self._host_store: Ids = store.numpy()
 
     # -- taking --------------------------------------------------------------------------------
@@ -286,6 +289,12 @@ class FreeList(ABC):
 
     def _give_all(self, with_gaps: list[torch.Tensor]) -> int:
         """Give entries without their gaps; how many gaps there were."""
+        if self._on_cpu:
+            found: list[Ids] = [entries.numpy() for entries in with_gaps]
+            numbers = found[0] if len(found) == 1 else np.concatenate(found)
+            kept = numbers[numbers > 0]
+            self.host_give(kept)
+            return numbers.size - kept.size
         entries = torch.cat(with_gaps)
         # Page 0 must never enter (sglang#38519). How many are left only the device knows.
         left = entries[entries > 0]

@@ -136,6 +136,8 @@ class HybridAllocator(BaseTokenToKVPoolAllocator):
         self.swa_attn_allocator = self._make_side(
             size_swa, split.swa_kv_pool if split is not None else None, "SWA", lists_slots=True
         )
+        # Nothing is checked, and slots are pages.
+        self._plain_slots = self.page_size == 1 and not self.validate
         self._queue_owned: Callable[[torch.Tensor], None] | None = None
         self._queue_copy: Callable[[Ids], None] | None = None
         self._build_mapping()

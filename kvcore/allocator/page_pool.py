@@ -64,7 +64,7 @@ class PagePool(BaseTokenToKVPoolAllocator):
         self.ledger = self._make_ledger() if self.validate else None
         self.pending: PendingFrees
         """What the open group holds back."""
-        self.settled: PendingFrees
+        self.settled = PendingFrees(self.page_size, self._index_device)
         """What of it concerns nobody else before the group's end."""
         self.drop_group()
 
@@ -195,7 +195,7 @@ class PagePool(BaseTokenToKVPoolAllocator):
         if self.ledger is not None:
             self.ledger.require_freeable(operation, slots)
         if self._group_open:
-            self.queue_slots(slots, count, self.pending)
+            self.queue_slots(slots, self.pending)
         elif self.page_size == 1:
             self.give_pages(slots)
         else:
@@ -293,17 +293,17 @@ class PagePool(BaseTokenToKVPoolAllocator):
         pages = entries if self._unit == 1 else entries // self._unit
         self.pending.add_pages(pages)
 
-    def queue_slots(self, slots: torch.Tensor, count: int, queue: PendingFrees) -> None:
-        """Return the pages of so many slots at the end of the open group, as part of `queue`."""
+    def queue_slots(self, slots: torch.Tensor, queue: PendingFrees) -> None:
+        """Return the pages of slots at the end of the open group, as part of `queue`."""
         if self._by_host and self.page_size == 1 and not self._group_owned:
             # What `queue_set` does, without the way there: a group may free hundreds of rows.
             queue.add_host_pages(slots.numpy().copy())
         else:
-            self.queue_set(slots, count, queue)
+            self.queue_set(slots, queue)
         if self.ledger is not None:
             self.ledger.mark(slots // self.page_size, PENDING)
 
-    def queue_set(self, slots: torch.Tensor, count: int, queue: PendingFrees) -> None:
+    def queue_set(self, slots: torch.Tensor, queue: PendingFrees) -> None:
         """Queue slots in any number a page."""
         if self._group_owned:
             kept = slots
@@ -395,7 +395,8 @@ class PagePool(BaseTokenToKVPoolAllocator):
     def drop_group(self) -> None:
         """Close the group and forget what it holds back."""
         self.pending = PendingFrees(self.page_size, self._index_device)
-        self.settled = PendingFrees(self.page_size, self._index_device)
+        if self.settled:
+            self.settled = PendingFrees(self.page_size, self._index_device)
         self._group_open = self._group_owned = False
 
     def _no_pages(self) -> torch.Tensor:

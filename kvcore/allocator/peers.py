@@ -56,7 +56,7 @@ class PeerReleasingAllocator(HybridAllocator):
         if self._group_open:
             if self._guard is not None:
                 self._guard.mark_queued(slots)
-            full.queue_slots(slots, count, full.pending)
+            full.queue_slots(slots, full.pending)
         elif self.page_size > 1:
             self._free_set(slots)
         elif full._group_open:
@@ -93,20 +93,26 @@ class PeerReleasingAllocator(HybridAllocator):
         slots = free_index
         if not self._is_plain(slots):
             slots = as_index("free_swa", free_index, self._index_device)
+        rows = self._host
+        if rows is not None and self._plain_slots and not self._group_open:
+            pages: Ids = slots.numpy()
+            self._give_on_host(pages, rows, with_full=False)
+            self._unpaired += pages.size
+        elif slots.numel() > 0:
+            self._free_swa(slots)
+
+    def _free_swa(self, slots: torch.Tensor) -> None:
+        """`free_swa` of an int64 vector that is not empty."""
         count = slots.numel()
-        if count == 0:
-            return
         if self.validate:
             self._check_free("free_swa", slots)
         if self._group_open:
             if self._guard is not None:
                 self._guard.mark_queued(slots)
-            self.full_attn_allocator.queue_set(slots, count, self._queued_peers)
+            self.full_attn_allocator.queue_set(slots, self._queued_peers)
         elif self.page_size > 1:
             entries = self._detach_peers(self.full_attn_allocator.touched_pages(slots))
             self.swa_attn_allocator.give_entries(entries)
-        elif self._host is not None:
-            self._give_on_host(slots.numpy(), self._host, with_full=False)
         else:
             self._give_firsts(slots, count, with_full=False)
         self._unpaired += count
@@ -221,7 +227,7 @@ class PeerReleasingAllocator(HybridAllocator):
         """Return full pages that have no peer to capture."""
         full = self.full_attn_allocator
         if self._group_open:
-            full.queue_slots(slots, slots.numel(), full.settled)
+            full.queue_slots(slots, full.settled)
         elif self.page_size == 1:
             full.give_firsts(slots)
         else:
@@ -241,7 +247,7 @@ class PeerReleasingAllocator(HybridAllocator):
     def _renew_queues(self) -> None:
         """Where a free of single slots that nobody checks goes while a group is open."""
         self._queue_owned = self._queue_copy = None
-        if not self._group_open or self.page_size > 1 or self.validate:
+        if not (self._group_open and self._plain_slots):
             return
         pending = self.full_attn_allocator.pending
         if self._group_owned:
@@ -312,9 +318,10 @@ class PeerReleasingAllocator(HybridAllocator):
         self._give_on_host(pages, rows, with_full=True)
 
     def _require_group_everywhere(self, operation: str, *, is_open: bool) -> None:
-        self.require_group(operation, is_open=is_open)
-        self.full_attn_allocator.require_group(operation, is_open=is_open)
-        self.swa_attn_allocator.require_group(operation, is_open=is_open)
+        full, swa = self.full_attn_allocator, self.swa_attn_allocator
+        if not self._group_open == full._group_open == swa._group_open == is_open:
+            for each in (self, full, swa):
+                each.require_group(operation, is_open=is_open)
 
     def _capture_queued_peers(self) -> None:
         """Snapshot and detach the peers of everything queued; before any mapping write.

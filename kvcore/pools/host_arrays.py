@@ -34,7 +34,7 @@ class HostRowArrays:
         at = rows.numpy()
         found: list[torch.Tensor] = []
         for array, dtype in zip(self._arrays, self._dtypes, strict=True):
-            copied = torch.from_numpy(array[at])
+            copied = torch.from_numpy(array.take(at, axis=0))
             found.append(copied if dtype is None else copied.view(dtype))
         return tuple(found)
 
@@ -48,7 +48,7 @@ class HostRowArrays:
         """Copy rows to others; each buffer's are gathered whole before the first is written."""
         to, of = targets.numpy(), sources.numpy()
         for array in self._arrays:
-            array[to] = array[of]
+            array[to] = array.take(of, axis=0)
 
 
 def host_row_arrays(buffers: Sequence[object]) -> HostRowArrays | None:

@@ -46,7 +46,7 @@ class DeferredFreeLookup(SWATokenToKVPoolAllocator):
         self._check_free("free", slots)
         self._unresolved.append(slots)
         full = self.full_attn_allocator
-        full.queue_set(slots, slots.numel(), full.settled)
+        full.queue_set(slots, full.settled)
         if full.ledger is not None:
             full.ledger.mark(slots // self.page_size, PENDING)
 
@@ -54,7 +54,7 @@ class DeferredFreeLookup(SWATokenToKVPoolAllocator):
         """Read the peers of freed slots from whatever the mapping says now."""
         self.require_group("free_group_end", is_open=True)
         for slots in self._unresolved:
-            self.full_attn_allocator.queue_set(slots, slots.numel(), self._queued_peers)
+            self.full_attn_allocator.queue_set(slots, self._queued_peers)
         super().free_group_end()
 
     def _check_mapping_write(self, operation: str, full: torch.Tensor, swa: torch.Tensor) -> None:
