@@ -72,8 +72,7 @@ class FreeList(ABC):
         self._on_cpu = device.type == "cpu"
         if self._on_cpu:
             self._host_released: Ids = self._released.numpy()
-        self._with_gaps: list[torch.Tensor]
-        self._with_other_gaps: list[torch.Tensor]
+        self._with_gaps: list[tuple[torch.Tensor, bool]]
         self._gaps_closed: int
         self.reset()
 
@@ -96,7 +95,7 @@ class FreeList(ABC):
     @property
     def num_pages(self) -> int:
         """Pages that can be taken now, those waiting to be merged included."""
-        if self._with_gaps or self._with_other_gaps:
+        if self._with_gaps:
             self.close_gaps()
         return self._end - self._head + self._num_released
 
@@ -123,7 +122,7 @@ class FreeList(ABC):
 
     def listed(self) -> list[int]:
         """`free_pages` and `release_pages` as numbers; on a CPU no tensor is made."""
-        if self._with_gaps or self._with_other_gaps:
+        if self._with_gaps:
             self.close_gaps()
         if not self._on_cpu:
             found: list[int] = torch.cat((self.free_pages, self.release_pages)).tolist()
@@ -144,7 +143,6 @@ class FreeList(ABC):
         self._use(store, start, self._capacity)
         self._num_released = 0
         self._with_gaps = []
-        self._with_other_gaps = []
         self._gaps_closed = 0
 
     def _use(self, store: torch.Tensor, start: int, num_pages: int) -> None:
@@ -272,35 +270,39 @@ class FreeList(ABC):
         Reads no value and waits for no device: see `close_gaps`. `counted`: whether the gaps are to
         be told by `take_gaps_closed`.
         """
-        (self._with_gaps if counted else self._with_other_gaps).append(entries)
+        self._with_gaps.append((entries, counted))
+
+    def host_give_with_gaps(self, entries: Ids, *, counted: bool = True) -> None:
+        """`give_with_gaps` by numpy, on a CPU, where nothing has to wait.
+
+        Raises:
+            DoubleFreeError: more pages would be free than exist.
+        """
+        found = entries[entries > 0]
+        self.host_give(found)
+        if counted:
+            self._gaps_closed += entries.size - found.size
 
     def close_gaps(self) -> None:
-        """Give what `give_with_gaps` took, without the gaps; every exact count does.
+        """Give what `give_with_gaps` took, in that order, without the gaps; every exact count does.
+
+        Waits for the device once, for the numbers.
 
         Raises:
             DoubleFreeError: more pages would be free than exist; they stay aside.
         """
-        if self._with_gaps:
-            self._gaps_closed += self._give_all(self._with_gaps)
-            self._with_gaps = []
-        if self._with_other_gaps:
-            self._give_all(self._with_other_gaps)
-            self._with_other_gaps = []
-
-    def _give_all(self, with_gaps: list[torch.Tensor]) -> int:
-        """Give entries without their gaps; how many gaps there were."""
-        if self._on_cpu:
-            found: list[Ids] = [entries.numpy() for entries in with_gaps]
-            numbers = found[0] if len(found) == 1 else np.concatenate(found)
-            kept = numbers[numbers > 0]
-            self.host_give(kept)
-            return numbers.size - kept.size
-        entries = torch.cat(with_gaps)
-        # Page 0 must never enter (sglang#38519). How many are left only the device knows.
-        left = entries[entries > 0]
-        self.place(left.numel()).copy_(left)
-        self.commit(left.numel())
-        return entries.numel() - left.numel()
+        if not self._with_gaps:
+            return
+        numbers = torch.stack([torch.count_nonzero(given) for given, _ in self._with_gaps]).tolist()
+        self.require_place_for(sum(numbers))
+        waiting, self._with_gaps = self._with_gaps, []
+        for (entries, counted), number in zip(waiting, numbers, strict=True):
+            # Page 0 must never enter (sglang#38519): what is left goes to the front, in order.
+            order = torch.argsort(entries == 0, stable=True)
+            torch.index_select(entries, 0, order[:number], out=self.place(number))
+            self.commit(number)
+            if counted:
+                self._gaps_closed += entries.numel() - number
 
     def merge_and_sort(self) -> None:
         """Merge the waiting pages into the free ones, which stay ascending; no-op if none wait."""

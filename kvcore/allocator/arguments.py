@@ -14,6 +14,8 @@ from kvcore.errors import DoubleFreeError, GeometryError, IndexTensorError
 Segment = tuple[torch.Tensor, int]
 """Slots `kv_row[start_pos : start_pos + n]` of one request, and `start_pos`."""
 
+_CPU = torch.device("cpu")
+
 _INTEGER_DTYPES = frozenset(
     {
         torch.uint8,
@@ -26,6 +28,11 @@ _INTEGER_DTYPES = frozenset(
         torch.int64,
     }
 )
+
+
+def resolved_device(device: str | torch.device) -> torch.device:
+    """The device of a tensor that is made on `device`: "cuda" names the current one of several."""
+    return _CPU if device in ("cpu", _CPU) else torch.empty(0, device=device).device
 
 
 def as_locations(operation: str, index: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -6,11 +6,11 @@ Left out: the free pages themselves (`kvcore.allocator.single`) and the pairing 
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
-from kvcore.allocator.arguments import Segment, as_number
+from kvcore.allocator.arguments import Segment, as_number, resolved_device
 from kvcore.allocator.ownership import validate_by_default
 from kvcore.errors import FreeGroupError
 from kvcore.kernels import chosen_kernels, kernels_for
@@ -44,6 +44,9 @@ class BaseTokenToKVPoolAllocator(ABC):
     allocator is built.
     """
 
+    by_numpy: ClassVar[bool] = True
+    """Whether numpy may do the work on a CPU. Not in a subclass that changes what torch does."""
+
     def __init__(
         self,
         page_size: int,
@@ -60,13 +63,14 @@ class BaseTokenToKVPoolAllocator(ABC):
         self.validate = validate_by_default() if validate is None else validate
         self._kvcache = kvcache
         # "cuda" names the current device; index tensors carry its number.
-        self._index_device = torch.empty(0, device=device).device
-        self._kernels = kernels_for(self._index_device)
+        self._index_device = resolved_device(device)
+        chosen = chosen_kernels()
+        self._kernels = kernels_for(self._index_device, chosen)
         self._group_open = False
         self._group_owned = False
         self._on_cpu = self._index_device.type == "cpu"
         # Short vectors on a CPU are read and written by numpy, unless somebody chose torch.
-        self._by_host = self._on_cpu and self._kernels is None and not chosen_kernels()
+        self._by_host = self.by_numpy and self._on_cpu and self._kernels is None and not chosen
 
     @property
     @abstractmethod

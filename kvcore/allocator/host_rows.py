@@ -51,15 +51,21 @@ class HostRows:
             slots = np.concatenate([index.numpy()[::size] for index in indices])
         return slots if size == 1 else slots // size
 
-    def detach(self, pages: Ids) -> Ids:
-        """Unmap the pages; the first entry of each before, 0 for none: int64 `[n]`."""
+    def pages_touched(self, slots: torch.Tensor) -> Ids:
+        """The pages that slots touch, ascending, each once: int64 `[n]`."""
+        return np.unique(slots.numpy() // self._page_size)
+
+    def firsts_of(self, pages: Ids) -> Ids:
+        """The first entry of each page, 0 for none: int64 `[n]`."""
+        entries: Ids = self._entries[pages if self._page_size == 1 else pages * self._page_size]
+        return entries
+
+    def unmap(self, pages: Ids) -> None:
+        """Clear every entry of the pages."""
         if self._page_size == 1:
-            entries: Ids = self._entries[pages]
             self._entries[pages] = 0
         else:
-            entries = self._rows[pages, 0]
             self._rows[pages] = 0
-        return entries
 
     def pair(self, pages: Ids, swa_firsts: Ids) -> None:
         """Map every slot of the pages to the slot of its SWA page as far in; see `_map_pages`."""

@@ -336,7 +336,9 @@ class HybridAllocator(BaseTokenToKVPoolAllocator):
             firsts = full_pages if self.page_size == 1 else full_pages * self.page_size
             return self._detach_firsts(firsts, None, place)
         if self._host is not None:
-            entries = torch.from_numpy(self._host.detach(full_pages.numpy()))
+            pages = on_host(full_pages)
+            entries = torch.from_numpy(self._host.firsts_of(pages))
+            self._host.unmap(pages)
             return entries if place is None else place.copy_(entries)
         if place is None:
             place = self._peer_entries(full_pages)
@@ -400,24 +402,26 @@ class HybridAllocator(BaseTokenToKVPoolAllocator):
             DoubleFreeError: more pages would be free than exist.
         """
         full, swa = self.full_attn_allocator, self.swa_attn_allocator
-        aside = (
-            swa.ledger is not None
-            or swa._group_open
-            or ((self._unpaired != 0 or full.lent_alone != 0) and self._may_miss_peers())
-        )
         if with_full:
             full.free_list.require_place_for(pages.size)
-        if not aside:
-            swa.free_list.require_place_for(pages.size)
-        entries = rows.detach(pages)
+        entries = rows.firsts_of(pages)
+        if (self._unpaired != 0 or full.lent_alone != 0) and self._may_miss_peers():
+            # Here the host can count; what it does not find has been counted as unpaired.
+            found = entries[entries > 0]
+            self._unpaired = max(0, self._unpaired - (entries.size - found.size))
+            entries = found
+        plain = swa.ledger is None and not swa._group_open
+        if plain:
+            swa.free_list.require_place_for(entries.size)
+        rows.unmap(pages)
         if with_full:
             full.free_list.host_give(pages)
             if full.ledger is not None:
                 full.ledger.mark(pages, FREE)
-        if aside:
-            swa.give_entries(torch.from_numpy(entries))
-        else:
+        if plain:
             swa.free_list.host_give(entries)
+        else:
+            swa.give_host_pages(entries[entries > 0] // self.page_size)
 
     def _may_miss_peers(self) -> bool:
         """Whether some full page on loan may have no peer."""

@@ -10,6 +10,7 @@ from abc import abstractmethod
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import torch
 
 from kvcore.allocator.arguments import (
@@ -20,7 +21,7 @@ from kvcore.allocator.arguments import (
     pool_pages,
 )
 from kvcore.allocator.base import BaseTokenToKVPoolAllocator
-from kvcore.allocator.ownership import FREE, LENT, PENDING, PageLedger
+from kvcore.allocator.ownership import FREE, LENT, PENDING, Ids, PageLedger, on_host
 from kvcore.allocator.pending import PendingFrees, distinct_pages
 from kvcore.free_list import FreeList, Position
 
@@ -207,6 +208,9 @@ class PagePool(BaseTokenToKVPoolAllocator):
 
         Without `validate` nothing waits for the device.
         """
+        if self._by_host:
+            self.give_host_pages(np.unique(slots.numpy() // self.page_size))
+            return
         pages = self.touched_pages(slots)
         if self.ledger is not None:
             self.give_pages(pages)
@@ -265,6 +269,15 @@ class PagePool(BaseTokenToKVPoolAllocator):
             self.ledger.mark(self.free_list.place(num_pages) // self._unit, FREE)
         self.free_list.commit(num_pages)
 
+    def give_host_pages(self, pages: Ids) -> None:
+        """`give_pages` by numpy, on a CPU; a list of first slots gets these."""
+        if self._group_open:
+            self.pending.add_host_pages(pages)
+        else:
+            self.free_list.host_give(pages if self._unit == 1 else pages * self._unit)
+        if self.ledger is not None:
+            self.ledger.mark(pages, PENDING if self._group_open else FREE)
+
     def give_pages(self, pages: torch.Tensor) -> None:
         """Return distinct pages, now or at the end of the open group, which keeps the tensor."""
         if self._group_open:
@@ -285,6 +298,8 @@ class PagePool(BaseTokenToKVPoolAllocator):
             self.give_pages(pages)
         elif self._group_open:
             self.pending.add_entries(entries, counted=counted)
+        elif self._by_host:
+            self.free_list.host_give_with_gaps(on_host(entries), counted=counted)
         else:
             self.free_list.give_with_gaps(entries, counted=counted)
 
@@ -295,11 +310,7 @@ class PagePool(BaseTokenToKVPoolAllocator):
 
     def queue_slots(self, slots: torch.Tensor, queue: PendingFrees) -> None:
         """Return the pages of slots at the end of the open group, as part of `queue`."""
-        if self._by_host and self.page_size == 1 and not self._group_owned:
-            # What `queue_set` does, without the way there: a group may free hundreds of rows.
-            queue.add_host_pages(slots.numpy().copy())
-        else:
-            self.queue_set(slots, queue)
+        self.queue_set(slots, queue)
         if self.ledger is not None:
             self.ledger.mark(slots // self.page_size, PENDING)
 
@@ -362,7 +373,11 @@ class PagePool(BaseTokenToKVPoolAllocator):
 
     def require_place_for_group(self) -> None:
         """`require_place_for` what the open group is known to release."""
-        self.require_place_for(self.settled.num_pages + self.pending.num_pages)
+        num_pages = self.settled.num_pages + self.pending.num_pages
+        if self._by_host and not (self.settled.is_counted and self.pending.is_counted):
+            entries = self._whole_queue().uncounted_entries(self._unit)
+            num_pages += int(np.count_nonzero(on_host(entries)))
+        self.require_place_for(num_pages)
 
     def settle(self) -> None:
         """Tell what was queued so far from what will be."""

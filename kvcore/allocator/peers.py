@@ -11,12 +11,13 @@ mapping (`kvcore.allocator.swa`).
 
 from collections.abc import Iterable
 
+import numpy as np
 import torch
 
 from kvcore.allocator.arguments import Segment, as_index
 from kvcore.allocator.host_rows import HostRows
 from kvcore.allocator.hybrid import HybridAllocator
-from kvcore.allocator.ownership import Ids
+from kvcore.allocator.ownership import PENDING, Ids
 from kvcore.allocator.pending import without_repetitions
 
 
@@ -75,6 +76,9 @@ class PeerReleasingAllocator(HybridAllocator):
     def _free_set(self, slots: torch.Tensor) -> None:
         """Return the pages touched and their peers, as many as they are."""
         full = self.full_attn_allocator
+        if self._host is not None and not full._group_open:
+            self._give_on_host(self._host.pages_touched(slots), self._host, with_full=True)
+            return
         if full.ledger is not None:
             pages = full.pages_of(slots)
             full.require_place_for(pages.numel())
@@ -110,6 +114,10 @@ class PeerReleasingAllocator(HybridAllocator):
             if self._guard is not None:
                 self._guard.mark_queued(slots)
             self.full_attn_allocator.queue_set(slots, self._queued_peers)
+        elif self._host is not None:
+            pages = self._host.pages_touched(slots)
+            self._give_on_host(pages, self._host, with_full=False)
+            count = pages.size
         elif self.page_size > 1:
             entries = self._detach_peers(self.full_attn_allocator.touched_pages(slots))
             self.swa_attn_allocator.give_entries(entries)
@@ -226,7 +234,12 @@ class PeerReleasingAllocator(HybridAllocator):
     def _free_full_side(self, slots: torch.Tensor) -> None:
         """Return full pages that have no peer to capture."""
         full = self.full_attn_allocator
-        if self._group_open:
+        if self._by_host and self.page_size > 1 and self._group_open:
+            pages = np.unique(slots.numpy() // self.page_size)
+            full.settled.add_host_pages(pages)
+            if full.ledger is not None:
+                full.ledger.mark(pages, PENDING)
+        elif self._group_open:
             full.queue_slots(slots, full.settled)
         elif self.page_size == 1:
             full.give_firsts(slots)
@@ -309,8 +322,8 @@ class PeerReleasingAllocator(HybridAllocator):
         """`_end_plain_group` by the host."""
         full, swa = self.full_attn_allocator, self.swa_attn_allocator
         full.free_list.require_place_for(pages.size)
-        if not self._may_miss_peers():
-            swa.free_list.require_place_for(pages.size)
+        found = np.count_nonzero(rows.firsts_of(pages)) if self._may_miss_peers() else pages.size
+        swa.free_list.require_place_for(int(found))
         # Closed first, so that what is given now is free.
         full.drop_group()
         swa.drop_group()

@@ -66,6 +66,8 @@ class UncountedStack(Uncounted, PageStack):
 class UncountedTokenSide(TokenToKVPoolAllocator):
     """A side of single slots on an uncounted free list."""
 
+    by_numpy = False
+
     def _make_free_list(self) -> FreeList:
         return UncountedLog(
             self.num_pages, self._index_device, need_sort=self.need_sort, unit=self._unit
@@ -75,6 +77,8 @@ class UncountedTokenSide(TokenToKVPoolAllocator):
 class UncountedPagedSide(PagedTokenToKVPoolAllocator):
     """A side of larger pages on an uncounted free list."""
 
+    by_numpy = False
+
     def _make_free_list(self) -> FreeList:
         return UncountedStack(
             self.num_pages, self._index_device, need_sort=self.need_sort, unit=self._unit
@@ -83,6 +87,8 @@ class UncountedPagedSide(PagedTokenToKVPoolAllocator):
 
 class UncountedHybrid(SWATokenToKVPoolAllocator):
     """Right in every law; its sides are uncounted. Variants may name other classes for them."""
+
+    by_numpy = False
 
     token_side: ClassVar[type[TokenToKVPoolAllocator]] = UncountedTokenSide
     paged_side: ClassVar[type[PagedTokenToKVPoolAllocator]] = UncountedPagedSide
@@ -175,6 +181,8 @@ class RewrittenLog(SlotLog):
 
 class ViewLendingSide(TokenToKVPoolAllocator):
     """A side of single slots that lends views of a list whose places are written again."""
+
+    by_numpy = False
 
     def _make_free_list(self) -> FreeList:
         return RewrittenLog(

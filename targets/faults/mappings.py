@@ -64,9 +64,6 @@ class RecoveryFreesStalePeer(UncountedHybrid):
     """A recovery releases the old peer of the kept slots by an entry that their tombstone left
     behind, although that SWA page was released then and may have another owner (sglang#27586)."""
 
-    def _make_host_rows(self, num_rows: int) -> None:
-        """None: what is written into the mapping has to pass by here."""
-
     def _build_mapping(self) -> None:
         super()._build_mapping()
         self._former_peers = torch.zeros_like(self._page_rows[:, 0])

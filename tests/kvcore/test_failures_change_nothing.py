@@ -70,8 +70,7 @@ class FailingMapping(SWATokenToKVPoolAllocator):
 
     failure: type[BaseException] | None = None
 
-    def _make_host_rows(self, num_rows: int) -> None:
-        """None: every write has to pass by here."""
+    by_numpy = False
 
     def _map_pages(self, full_pages: torch.Tensor, swa_pages: torch.Tensor) -> None:
         super()._map_pages(full_pages, swa_pages)

@@ -13,6 +13,12 @@ import torch
 from kvcore import DoubleFreeError, SWATokenToKVPoolAllocator
 
 
+@pytest.fixture(autouse=True)
+def by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a device; on a CPU the host can count, and nothing has to wait."""
+    monkeypatch.setenv("KVCORE_KERNELS", "torch")
+
+
 @pytest.fixture
 def hybrid(page_size: int, laws: Any) -> SWATokenToKVPoolAllocator:
     made = laws.make_hybrid(page_size, validate=False)
@@ -29,7 +35,7 @@ def row_of(hybrid: SWATokenToKVPoolAllocator, pages: int) -> torch.Tensor:
 def aside(hybrid: SWATokenToKVPoolAllocator) -> bool:
     """Whether peers wait to be counted."""
     free = hybrid.swa_attn_allocator.free_list
-    return bool(free._with_gaps or free._with_other_gaps)
+    return bool(free._with_gaps)
 
 
 def test_peers_that_are_all_there_are_free_at_once(hybrid: Any) -> None:
@@ -151,3 +157,19 @@ def test_no_gap_ever_enters_a_free_list(page_size: int, laws: Any, seed: int) ->
     assert Counter(laws.free_ids(hybrid.swa_attn_allocator)) == Counter(
         range(1, laws.swa_pages + 1)
     )
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_on_a_cpu_nothing_waits(
+    page_size: int, laws: Any, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("KVCORE_KERNELS")
+    choose = random.Random(seed)
+    hybrid = laws.make_hybrid(page_size, validate=False)
+    for _ in range(100):
+        slots = row_of(hybrid, choose.randint(1, 3))
+        part = slots[: choose.randint(0, slots.numel())]
+        choose.choice((hybrid.free_swa, lambda _: None))(part)
+        hybrid.free(slots) if choose.random() < 0.5 else hybrid.free_segment(slots, start_pos=0)
+        assert not aside(hybrid)
+        laws.check_hybrid(hybrid, [])

@@ -267,7 +267,18 @@ def test_more_frees_than_pages_are_seen_even_without_validate() -> None:
     allocator.free_segment(slots, start_pos=0)
     with pytest.raises(DoubleFreeError):
         allocator.free_segment(slots, start_pos=0)
-    # Of a set of slots nobody knows how many pages it is before somebody counts.
+    with pytest.raises(DoubleFreeError):
+        allocator.free(slots)
+
+
+def test_on_a_device_too_many_slots_are_seen_when_they_are_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("KVCORE_KERNELS", "torch")
+    allocator = PagedTokenToKVPoolAllocator(8, 4, torch.float16, "cpu", None, False, validate=False)
+    slots = allocator.alloc(4)
+    assert slots is not None
+    allocator.free(slots)
     allocator.free(slots)
     with pytest.raises(DoubleFreeError):
         allocator.available_size()
