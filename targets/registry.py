@@ -9,12 +9,13 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 from kvcore.models import Geometry
 from kvcore.targets.core import core_target
 from kvcore.targets.faults import FAULTS, fault_target
-from kvcore.targets.protocol import TargetFactory
+from kvcore.targets.protocol import Target, TargetFactory
 from kvcore.targets.serving_targets import (
     serving_core_target,
     serving_over,
@@ -24,8 +25,12 @@ from kvcore.targets.sglang.release import ReleaseError, load_release
 from kvcore.targets.sglang.target import release_target
 from kvcore.targets.twin import forwarding_twin
 
+CHECKED = {"kvcore": True, "kvcore#unchecked": False, "kvcore#torch": False}
+"""The variants of our own, and whether their allocators check values."""
+
 WRAPPED = "kvcore#wrapped"
 WRAPPER = "wrapper beside inner"
+KERNELS = "KVCORE_KERNELS"
 
 
 class UnknownTarget(Exception):
@@ -37,6 +42,7 @@ def list_targets() -> list[tuple[str, str]]:
     return [
         ("kvcore", "kvcore's own allocators, every check on; the default"),
         ("kvcore#unchecked", "the same with validate=False, as engines run them"),
+        ("kvcore#torch", "unchecked too, by torch alone: as on a device, where numpy cannot help"),
         (
             WRAPPED,
             "the compressed HiSparse allocator beside the hybrid one that it wraps, on the same "
@@ -66,11 +72,8 @@ def open_target(name: str) -> TargetFactory:
     family, colon, rest = name.partition(":")
     if name == WRAPPED:
         return lambda geometry: forwarding_twin(geometry, name=name)
-    if name in ("kvcore", "kvcore#unchecked"):
-        validate = name == "kvcore"
-        return lambda geometry: (serving_core_target if geometry.serves else core_target)(
-            geometry, name=name, validate=validate
-        )
+    if name in CHECKED:
+        return partial(_core, name)
     if family == "fault" and colon:
         return _fault(rest)
     if family == "sglang" and colon:
@@ -84,7 +87,7 @@ def open_target(name: str) -> TargetFactory:
 def variants(name: str) -> list[str]:
     """The targets that a verification of ``name`` covers: all ways in which it is called."""
     if name == "kvcore":
-        return ["kvcore", "kvcore#unchecked", WRAPPED]
+        return [*CHECKED, WRAPPED]
     if name.startswith("sglang:") and "#" not in name:
         return [name, f"{name}#exhaustion"]
     return [name]
@@ -129,6 +132,22 @@ def machines(name: str) -> tuple[str, ...]:
     if family == "python":
         return (_fitting_machine(_imported(rest), rest),)
     return (FAULTS[rest].machine,) if family == "fault" else ("hybrid",)
+
+
+def _core(name: str, geometry: Geometry) -> Target:
+    make = serving_core_target if geometry.serves else core_target
+    if name != "kvcore#torch":
+        return make(geometry, name=name, validate=CHECKED[name])
+    # What decides is read when an allocator is built.
+    before = os.environ.get(KERNELS)
+    os.environ[KERNELS] = "torch"
+    try:
+        return make(geometry, name=name, validate=False)
+    finally:
+        if before is None:
+            del os.environ[KERNELS]
+        else:
+            os.environ[KERNELS] = before
 
 
 def _fault(fault: str) -> TargetFactory:

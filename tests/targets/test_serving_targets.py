@@ -103,7 +103,7 @@ def is_drained(target: Target) -> bool:
 
 
 @pytest.mark.parametrize("page_size", SIZES)
-@pytest.mark.parametrize("name", ["kvcore", "kvcore#unchecked"])
+@pytest.mark.parametrize("name", ["kvcore", "kvcore#unchecked", "kvcore#torch"])
 def test_kvcore_serves_every_op_and_drains(name: str, page_size: int) -> None:
     target = open_target(name)(serving(page_size))
     assert target.name == name
@@ -307,7 +307,7 @@ def test_a_target_without_calls_of_an_allocator_says_so(own_module: ModuleType) 
 
 def test_requests_are_a_machine_of_kvcore_and_not_of_foreign_allocators_unasked() -> None:
     assert "requests" in MACHINES
-    assert ways("kvcore", "requests") == ["kvcore", "kvcore#unchecked"]
+    assert ways("kvcore", "requests") == ["kvcore", "kvcore#unchecked", "kvcore#torch"]
     assert machines("sglang:anywhere") == ("hybrid",)
 
 
