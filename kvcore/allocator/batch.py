@@ -8,7 +8,7 @@ Left out: where the pages come from, and whether `last_loc` is really on loan.
 """
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -112,17 +112,12 @@ class ExtendBatch:
             )
         return batch
 
-    @cached_property
-    def host_prefix_lens(self) -> list[int]:
-        """`prefix_lens_cpu` as numbers: torch costs more to call on short vectors than to run."""
-        lengths: list[int] = self.prefix_lens_cpu.tolist()
-        return lengths
-
-    @cached_property
-    def host_seq_lens(self) -> list[int]:
+    def __post_init__(self) -> None:
+        # As numbers: torch costs more to call on short vectors than to run.
+        self.host_prefix_lens: list[int] = self.prefix_lens_cpu.tolist()
+        """`prefix_lens_cpu` as numbers."""
+        self.host_seq_lens: list[int] = self.seq_lens_cpu.tolist()
         """`seq_lens_cpu` as numbers."""
-        lengths: list[int] = self.seq_lens_cpu.tolist()
-        return lengths
 
     def num_new_pages(self, page_size: int) -> int:
         """Pages that the whole batch needs beyond those its rows have already begun."""
@@ -282,11 +277,9 @@ class DecodeBatch:
             raise GeometryError(f"{operation}: expected seq_lens of at least 1")
         return batch
 
-    @cached_property
-    def host_seq_lens(self) -> list[int]:
+    def __post_init__(self) -> None:
+        self.host_seq_lens: list[int] = self.seq_lens_cpu.tolist()
         """`seq_lens_cpu` as numbers."""
-        lengths: list[int] = self.seq_lens_cpu.tolist()
-        return lengths
 
     @property
     def host_prefix_lens(self) -> list[int]:

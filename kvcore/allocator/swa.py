@@ -71,13 +71,8 @@ class SWATokenToKVPoolAllocator(PeerReleasingAllocator):
         return self._lend_sides(num_pages, num_pages, partial(kernels.lend, **self._mapped))
 
     def _rows_at_once(self) -> HostRows | None:
-        """The mapping on the host, if slots and mapping may be written there at one go.
-
-        In a group, queued peers are captured in between; what has to be sorted may have to be
-        undone.
-        """
-        may = self._kernels is None and not (self._group_open or self.need_sort)
-        return self._host if may else None
+        """The mapping on the host, if slots and mapping are written there at one go."""
+        return self._host if self._kernels is None else None
 
     def _lend_on_host(
         self, num_pages: int, rows: HostRows, slots_of: Callable[[Ids], torch.Tensor]
@@ -86,6 +81,8 @@ class SWATokenToKVPoolAllocator(PeerReleasingAllocator):
         full, swa = self.full_attn_allocator, self.swa_attn_allocator
         if not (full.free_list.has_room(num_pages) and swa.free_list.has_room(num_pages)):
             return None
+        if self._group_open and num_pages > 0:
+            self._capture_queued_peers()
         pages = full.free_list.host_front(num_pages)
         # At page size 1 the pages are the slots, and a view of the log is as good as a copy.
         slots = full.free_list.front(num_pages) if self.page_size == 1 else slots_of(pages)
