@@ -23,7 +23,7 @@ from kvcore.errors import (
     KVCacheError,
     PausedPoolError,
 )
-from kvcore.pools.arguments import as_count
+from kvcore.pools.arguments import as_count, ends
 from kvcore.saver import KV_CACHE, MemorySaver, default_saver
 
 
@@ -35,6 +35,8 @@ class RowHolder(Protocol):
 
 
 _SLOT_LIMITS = torch.iinfo(torch.int32)
+FEW_ROWS = 16
+"""So many rows are looked at one by one."""
 
 Places: TypeAlias = tuple[int | torch.Tensor, slice | torch.Tensor]
 """A piece of a row, `(row, slice(start, stop))`, or single tokens, `(rows, positions)` pairwise."""
@@ -114,6 +116,8 @@ class ReqToTokenPool:
             self.memory_saver = default_saver(device) if memory_saver is None else memory_saver
         self._req_to_token = self._zeros((size + 1, max_context_len))
         self._index_device = self._req_to_token.device
+        # On a CPU short rows are read and written by numpy: a dispatch of torch costs more.
+        self._host_table = self._req_to_token.numpy() if self._req_to_token.is_cpu else None
         self.clear()
 
     def _zeros(self, shape: tuple[int, int]) -> torch.Tensor:
@@ -156,7 +160,10 @@ class ReqToTokenPool:
             InvalidSlotError: a request claims a row that is not lent, or that another one claims
                 too.
         """
-        if isinstance(requests, SupportsIndex) or not isinstance(requests, Iterable):
+        # Lists first: what is a number takes long to find out.
+        if not isinstance(requests, list | tuple) and (
+            isinstance(requests, SupportsIndex) or not isinstance(requests, Iterable)
+        ):
             return self._lend("alloc", requests)
         requests = list(requests)
         # By identity: a request named twice gets one row.
@@ -217,8 +224,9 @@ class ReqToTokenPool:
 
     def _take_back(self, operation: str, rows: Iterable[SupportsIndex]) -> None:
         returned = self._require_lent(operation, rows, otherwise=DoubleFreeError)
-        twice, once = "rows named twice", "each row once"
-        refuse(DoubleFreeError, operation, _repeated(returned), twice, once)
+        if len(set(returned)) < len(returned):
+            twice, once = "rows named twice", "each row once"
+            refuse(DoubleFreeError, operation, _repeated(returned), twice, once)
         self._lent[returned] = False
         self.free_slots.extend(returned)
 
@@ -242,6 +250,8 @@ class ReqToTokenPool:
         table = self.req_to_token
         (row,) = self._require_lent("row", [req_pool_idx])
         _, stop = self._require_tokens("row", 0, length)
+        if self._host_table is not None:
+            return torch.from_numpy(self._host_table[row, :stop].astype(np.int64))
         return table[row, :stop].to(torch.int64)
 
     def write(self, indices: Places, values: torch.Tensor) -> None:
@@ -285,7 +295,10 @@ class ReqToTokenPool:
                         f"write: {slots.numel()} slots for tokens {start}..{stop} of a row; "
                         f"expected {stop - start}"
                     )
-                table[row, start:stop] = slots.to(torch.int32)
+                if self._host_table is not None:
+                    self._host_table[row, start:stop] = slots.numpy()
+                else:
+                    table[row, start:stop] = slots.to(torch.int32)
             case _:
                 raise IndexTensorError(
                     "write: expected (row, slice(start, stop)) or (rows, positions) as tensors, "
@@ -315,7 +328,10 @@ class ReqToTokenPool:
     ) -> list[int]:
         """The rows as ints; raises InvalidSlotError for those outside the table, `otherwise` for
         those not lent."""
-        numbers = _as_rows(operation, rows)
+        given = list(rows)
+        if len(given) <= FEW_ROWS and all(self._is_plainly_lent(row) for row in given):
+            return [index(row) for row in given]
+        numbers = _as_rows(operation, given)
         named = _as_ids(numbers)
         outside = named[(named < 1) | (named > self.size)]
         expected = f"rows on loan, of 1..{self.size}"
@@ -323,9 +339,16 @@ class ReqToTokenPool:
         refuse(otherwise, operation, named[~self._lent[named]], "rows that are not lent", expected)
         return numbers
 
+    def _is_plainly_lent(self, row: SupportsIndex) -> bool:
+        """Whether it is what nearly every call names: the number of a row on loan."""
+        return type(row) is int and 0 < row <= self.size and bool(self._lent[row])
+
     def _require_int32(self, slots: torch.Tensor) -> None:
         """Raise InvalidSlotError for slots that the table cannot hold, where the host knows."""
-        if self._index_device.type == "cpu":
+        if self._host_table is None or slots.numel() == 0:
+            return
+        lowest, highest = ends(slots)
+        if lowest < _SLOT_LIMITS.min or highest > _SLOT_LIMITS.max:
             outside = slots[(slots < _SLOT_LIMITS.min) | (slots > _SLOT_LIMITS.max)]
             expected = f"at most {_SLOT_LIMITS.max}"
             refuse(InvalidSlotError, "write", on_host(outside), "slots beyond int32", expected)

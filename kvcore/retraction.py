@@ -201,6 +201,7 @@ class Retraction:
             raise GeometryError(
                 f"Retraction: allocator on {devices[0]}, rows on {devices[1]}; expected one device"
             )
+        self._on_cpu = devices[0].type == "cpu"
         self.allocator = allocator
         self.req_to_token_pool = req_to_token_pool
         self.chunk_tokens = max(chunk_tokens // allocator.page_size, 1) * allocator.page_size
@@ -315,11 +316,11 @@ class Retraction:
         in_window = request.kv_len - request.swa_evicted_seqlen
         # A row begins on a page boundary, and what is left out of it is whole pages.
         num_tokens = request.kv_len - first
-        none_cpu, all_cpu = torch.tensor([0]), torch.tensor([num_tokens])
-        device = self.req_to_token_pool.device
-        none, every, no_slot = (
-            vector.to(device) for vector in (none_cpu, all_cpu, torch.tensor([-1]))
-        )
+        none_cpu, all_cpu, no_slot = torch.tensor([[0], [num_tokens], [-1]]).unbind()
+        none, every = none_cpu, all_cpu
+        if not self._on_cpu:
+            device = self.req_to_token_pool.device
+            none, every, no_slot = (each.to(device) for each in (none, every, no_slot))
         batch = (none, none_cpu, every, all_cpu, no_slot, num_tokens)
         if in_window < num_tokens and isinstance(self.allocator, SWATokenToKVPoolAllocator):
             return self.allocator.alloc_extend_swa_tail(*batch, in_window)
@@ -344,5 +345,5 @@ class Retraction:
 
     def _write_row(self, row: int, first_held: int, slots: torch.Tensor) -> None:
         """Write the slots into the row; tokens before the first held one name the padding slot."""
-        whole = torch.nn.functional.pad(slots, (first_held, 0))
+        whole = torch.nn.functional.pad(slots, (first_held, 0)) if first_held else slots
         self.req_to_token_pool.write((row, slice(0, len(whole))), whole)

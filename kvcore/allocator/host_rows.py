@@ -67,6 +67,14 @@ class HostRows:
         else:
             self._rows[pages] = 0
 
+    def unmap_slots(self, slots: Ids) -> None:
+        """Clear the entries of single slots, int64 `[n]`."""
+        self._entries[slots] = 0
+
+    def unmap_behind(self, pages: Ids, offset: int) -> None:
+        """Clear the entries of the pages from `offset` on."""
+        self._rows[pages, offset:] = 0
+
     def pair(self, pages: Ids, swa_firsts: Ids) -> None:
         """Map every slot of the pages to the slot of its SWA page as far in; see `_map_pages`."""
         if self._page_size == 1:

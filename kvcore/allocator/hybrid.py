@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable
 from copy import copy
 from typing import Any, Protocol, Self, TypedDict, runtime_checkable
 
+import numpy as np
 import torch
 
 from kvcore.allocator.arguments import Segment, as_locations, as_segments, pool_pages
@@ -405,7 +406,7 @@ class HybridAllocator(BaseTokenToKVPoolAllocator):
         if with_full:
             full.free_list.require_place_for(pages.size)
         entries = rows.firsts_of(pages)
-        if (self._unpaired != 0 or full.lent_alone != 0) and self._may_miss_peers():
+        if np.count_nonzero(entries) != entries.size:
             # Here the host can count; what it does not find has been counted as unpaired.
             found = entries[entries > 0]
             self._unpaired = max(0, self._unpaired - (entries.size - found.size))
@@ -421,7 +422,7 @@ class HybridAllocator(BaseTokenToKVPoolAllocator):
         if plain:
             swa.free_list.host_give(entries)
         else:
-            swa.give_host_pages(entries[entries > 0] // self.page_size)
+            swa.give_host_pages(entries // self.page_size)
 
     def _may_miss_peers(self) -> bool:
         """Whether some full page on loan may have no peer."""

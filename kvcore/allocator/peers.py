@@ -322,8 +322,7 @@ class PeerReleasingAllocator(HybridAllocator):
         """`_end_plain_group` by the host."""
         full, swa = self.full_attn_allocator, self.swa_attn_allocator
         full.free_list.require_place_for(pages.size)
-        found = np.count_nonzero(rows.firsts_of(pages)) if self._may_miss_peers() else pages.size
-        swa.free_list.require_place_for(int(found))
+        swa.free_list.require_place_for(int(np.count_nonzero(rows.firsts_of(pages))))
         # Closed first, so that what is given now is free.
         full.drop_group()
         swa.drop_group()

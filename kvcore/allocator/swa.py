@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeAlias
 
+import numpy as np
 import torch
 
 from kvcore.allocator.arguments import (
@@ -260,6 +261,8 @@ class SWATokenToKVPoolAllocator(PeerReleasingAllocator):
         tail.require_aligned(operation, self.page_size)
         if self.full_attn_allocator.ledger is not None:
             self.full_attn_allocator.ledger.require_batch(batch)
+        if (rows := self._rows_at_once()) is not None:
+            return self._lend_tail_on_host(batch, tail, rows)
         slots_of = partial(batch.slots, page_size=self.page_size, kernels=self._kernels)
 
         def make(full_pages: torch.Tensor, swa_firsts: torch.Tensor) -> torch.Tensor:
@@ -272,6 +275,33 @@ class SWATokenToKVPoolAllocator(PeerReleasingAllocator):
         return self._lend_sides(
             batch.num_new_pages(self.page_size), tail.num_pages(self.page_size), make
         )
+
+    def _lend_tail_on_host(
+        self, batch: ExtendBatch, tail: SwaTail, rows: HostRows
+    ) -> torch.Tensor | None:
+        """Pages of both sides or of neither, those of the tail paired; see `_pair_tail`."""
+        full, swa = self.full_attn_allocator, self.swa_attn_allocator
+        size = self.page_size
+        num_full, num_swa = batch.num_new_pages(size), tail.num_pages(size)
+        if not (full.free_list.has_room(num_full) and swa.free_list.has_room(num_swa)):
+            return None
+        if self._group_open:
+            self._capture_queued_peers()
+        pages = full.free_list.host_front(num_full)
+        slots = rows.slots_of_batch(batch, pages)
+        (prefix,), (length,) = batch.host_prefix_lens, batch.host_seq_lens
+        before = tail.start // size - -(-prefix // size) if num_swa else 0
+        paired, lent = pages[before : before + num_swa], slots.numpy()
+        rows.pair(paired, swa.free_list.host_front(num_swa))
+        if tail.end < length and num_swa > 0 and tail.end % size != 0:
+            rows.unmap_behind(paired[-1:], tail.end % size)
+        for unmapped in (lent[: tail.start - prefix], lent[tail.end - prefix :]):
+            rows.unmap_slots(unmapped)
+        rows.unmap(np.concatenate((pages[:before], pages[before + num_swa :])))
+        self._unpaired += num_full - num_swa
+        full.advance(num_full)
+        swa.advance(num_swa)
+        return slots
 
     def _pair_tail(
         self,

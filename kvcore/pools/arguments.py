@@ -68,6 +68,15 @@ FEW = 256
 """Of so many numbers Python finds the ends sooner than numpy."""
 
 
+def ends(numbers: torch.Tensor) -> tuple[int, int]:
+    """The smallest and the largest of some integers on a CPU, at least one."""
+    if numbers.numel() <= FEW and numbers.dim() == 1:
+        few: list[int] = numbers.tolist()
+        return min(few), max(few)
+    array = on_host(numbers)
+    return int(array.min()), int(array.max())
+
+
 def require_within(operation: str, locations: torch.Tensor, count: int) -> bool:
     """Raise InvalidSlotError for a location outside 0..count - 1 that is not -1; on a CPU only.
 
@@ -76,15 +85,9 @@ def require_within(operation: str, locations: torch.Tensor, count: int) -> bool:
     """
     if not locations.is_cpu:
         return True
-    num = locations.numel()
-    if num == 0:
+    if locations.numel() == 0:
         return False
-    if num <= FEW and locations.dim() == 1:
-        numbers: list[int] = locations.tolist()
-        lowest, highest = min(numbers), max(numbers)
-    else:
-        array = on_host(locations)
-        lowest, highest = int(array.min()), int(array.max())
+    lowest, highest = ends(locations)
     if lowest < -1 or highest >= count:
         named = on_host(locations)
         outside = named[(named < -1) | (named >= count)]

@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 import numpy as np
 import torch
 
-from kvcore.allocator.arguments import as_index, require_equal_lengths
+from kvcore.allocator.arguments import as_index, require_equal_lengths, resolved_device
 from kvcore.errors import GeometryError, PausedPoolError
 from kvcore.pools.arguments import (
     Layer,
@@ -147,7 +147,7 @@ class SlotPool(ABC):
         self.start_layer = 0 if start_layer is None else start_layer
         self.end_layer = self.start_layer + layer_num - 1 if end_layer is None else end_layer
         # "cuda" and "cuda:0" name one device; an actual tensor tells which.
-        self._resolved_device = torch.empty(0, device=device).device
+        self._resolved_device = resolved_device(device)
         self.memory_saver: MemorySaver | None = None
         """The saver that the buffers belong to; None with the memory saver off."""
         if enable_memory_saver:

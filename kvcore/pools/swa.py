@@ -11,7 +11,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from kvcore.allocator.arguments import as_index, as_locations, require_equal_lengths
+from kvcore.allocator.arguments import (
+    as_index,
+    as_locations,
+    require_equal_lengths,
+    resolved_device,
+)
 from kvcore.errors import GeometryError, IndexTensorError, MappingError
 from kvcore.pools.arguments import Layer, layer_number, require_within
 from kvcore.pools.base import BufferInfos, HostRows, SlotPool
@@ -150,7 +155,7 @@ class SWAKVPool:
             {"size": size_swa, "layer_num": len(swa_attention_layer_ids)},
         )
         self.full_to_swa_index_mapping: torch.Tensor | None = None
-        self._resolved_device = torch.empty(0, device=device).device
+        self._resolved_device = resolved_device(device)
 
     def require_awake(self, operation: str) -> None:
         """Raise PausedPoolError if the memory of a sub-pool was given back."""

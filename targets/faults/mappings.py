@@ -30,6 +30,8 @@ class TailKeepsStalePeer(SWATokenToKVPoolAllocator):
     goes on, the slots before the tail keep the page's old peer (sglang#25805). Needs pages of
     several slots."""
 
+    by_numpy = False
+
     def _unmap_head(self, slots: torch.Tensor, pages: torch.Tensor) -> None:
         """Leave the entries of the head alone."""
 
