@@ -341,7 +341,10 @@ class PeerReleasingAllocator(HybridAllocator):
         The SWA side's group is open too, so the captured pages wait there for the end.
         """
         full, swa, queued = self.full_attn_allocator, self.swa_attn_allocator, self._queued_peers
-        if queued:
+        if self._host is not None:
+            if queued or full.pending:
+                self._capture_on_host(self._host)
+        elif queued:
             # The same page may be queued by `free_swa`, and again by it or by `free`.
             queued.absorb(full.pending)
             entries = without_repetitions(self._detach_peers(queued.touched_pages()))
@@ -358,3 +361,25 @@ class PeerReleasingAllocator(HybridAllocator):
         full.settle()
         self._drop_queued_peers()
         self._renew_queues()
+
+    def _capture_on_host(self, rows: HostRows) -> None:
+        """The same by the host, which sees at once what is there."""
+        full, swa, queued = self.full_attn_allocator, self.swa_attn_allocator, self._queued_peers
+        again = bool(queued)
+        if again:
+            queued.absorb(full.pending)
+        source = queued if again else full.pending
+        pages = source.touched_on_host()
+        entries = rows.firsts_of(pages)
+        found = entries[entries > 0]
+        if again:
+            found = np.unique(found)
+        rows.unmap(pages)
+        # Queued as a device would, so that both lend in the same order afterwards.
+        counted = not again and source.is_counted and not self._may_miss_peers()
+        if source.is_counted:
+            self._unpaired = max(0, self._unpaired - (pages.size - found.size))
+        if counted or swa.ledger is not None:
+            swa.give_pages(torch.from_numpy(found // self.page_size))
+        else:
+            swa.give_entries(torch.from_numpy(found), counted=False)

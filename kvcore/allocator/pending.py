@@ -159,6 +159,15 @@ class PendingFrees:
         pages = self.set_pages()
         return torch.cat((self.counted_pages(), pages)) if self.num_pages else pages
 
+    def touched_on_host(self) -> Ids:
+        """`touched_pages` of a queue on a CPU, without the zeros."""
+        pages = self.counted_on_host() if self._pages or self._rows or self._host_pages else None
+        if not self._sets:
+            return np.empty(0, dtype=np.int64) if pages is None else pages
+        slots = np.concatenate([on_host(slots) for slots in self._sets])
+        in_sets: Ids = np.unique(slots // self._page_size)
+        return in_sets if pages is None else np.concatenate((pages, in_sets))
+
     def merged(self) -> "PendingFrees":
         """The same pages, each once, whichever kinds and how often they are queued."""
         found = [self.counted_pages()]
