@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+
+import msgspec
 
 from kvcore.models import Clause, Model, Outcome
 from kvcore.models.ops import Op
@@ -11,8 +12,7 @@ from kvcore.models.state import Side
 from kvcore.targets.protocol import HostView, View
 
 
-@dataclass(slots=True)
-class Check:
+class Check(msgspec.Struct):
     """One moment of a run, after the model followed the outcome. ``before`` is the view before the
     op if one was taken; ``held`` the slots of earlier answers by number; ``drained`` whether
     everything was given back; ``mapping_right`` is worked out by the laws that ask."""
@@ -22,7 +22,7 @@ class Check:
     outcome: Outcome
     before: View | None
     after: View
-    held: dict[int, tuple[int, ...]]
+    held: dict[int, list[int]]
     drained: bool = False
     mapping_right: bool | None = None
     _host: HostView | None = None

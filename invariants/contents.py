@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterator
+from itertools import compress
 
 from kvcore.invariants.check import Check
 from kvcore.invariants.clauses import holder
-from kvcore.models import Clause, Geometry
+from kvcore.models import Clause, Geometry, Model
 from kvcore.models.state import NO_PEER, UNKNOWN, Page
 from kvcore.models.violation import some
 from kvcore.targets.protocol import MemoryView, Stream
@@ -22,36 +23,47 @@ def stamps(check: Check) -> list[Clause]:
     if not rows:
         return []
     geometry, streams = check.model.geometry, check.after.streams
-    sides: dict[str, list[tuple[Stream, list[int]]]] = {}
+    known: dict[str, tuple[list[int], list[int], list[int]]] = {}
     for stream, held in zip(streams, rows, strict=True):
-        sides.setdefault(stream.side, []).append((stream, held))
+        if stream.side not in known:
+            known[stream.side] = _known_of(check.model, stream)
+        slots, wanted, negated = known[stream.side]
+        if list(map(held.__getitem__, slots)) != (wanted if stream.sign > 0 else negated):
+            break
+    else:
+        return []
     clauses: list[Clause] = []
     for seq, page in check.model.lent_pages():
-        if all(_hold_stamps(held, page, geometry) for held in sides.values()):
-            continue
         for stream, held in zip(streams, rows, strict=True):
-            wanted, seen = _sides_of(stream, page, geometry, held)
-            if wanted != seen:
+            page_wanted, page_seen = _sides_of(stream, page, geometry, held)
+            if page_wanted != page_seen:
                 owner = holder(geometry, seq)
-                clauses.append(_content_clause(owner, page, stream, wanted, seen))
+                clauses.append(_content_clause(owner, page, stream, page_wanted, page_seen))
     return clauses
 
 
-def _hold_stamps(streams: list[tuple[Stream, list[int]]], page: Page, geometry: Geometry) -> bool:
-    """Whether all streams of one side hold a page's stamps, which are all known. Of others nothing
-    is said here."""
-    own = page_stamps(streams[0][0], page, geometry)
-    if not own:
-        return True
-    if NO_PEER in own or UNKNOWN in own:
-        return False
-    number, size = page_place(streams[0][0], page, geometry)
-    place = slice(number * size, number * size + len(own))
-    for stream, rows in streams:
-        seen = rows[place]
-        if seen != own and (stream.sign > 0 or [-stamp for stamp in seen] != own):
-            return False
-    return True
+def _known_of(model: Model, stream: Stream) -> tuple[list[int], list[int], list[int]]:
+    """The slots of all lent pages on the side of a stream of which something is known, the stamp of
+    each, and the same stamps with the other sign."""
+    geometry = model.geometry
+    slots: list[int] = []
+    stamps: list[int] = []
+    for _, page in model.lent_pages():
+        if own := page_stamps(stream, page, geometry):
+            number, size = page_place(stream, page, geometry)
+            slots += range(number * size, number * size + len(own))
+            stamps += own
+    skipped = _unknown(stream)
+    if not skipped.isdisjoint(stamps):
+        known = [stamp not in skipped for stamp in stamps]
+        slots, stamps = list(compress(slots, known)), list(compress(stamps, known))
+    return slots, stamps, [-stamp for stamp in stamps]
+
+
+def _unknown(stream: Stream) -> frozenset[int]:
+    """Stamps that say nothing of a slot. A full stamp 0 is an erased token, which holds 0; on the
+    other sides it means no slot."""
+    return frozenset((UNKNOWN,) if stream.side == "full" else (UNKNOWN, NO_PEER))
 
 
 def _sides_of(
@@ -64,8 +76,7 @@ def _sides_of(
     seen = rows[number * size : number * size + len(own)]
     if NO_PEER not in own and UNKNOWN not in own:
         return (own if stream.sign > 0 else [-stamp for stamp in own]), seen
-    # A full stamp 0 is an erased token, which holds 0; on the other sides it means no slot.
-    skipped = (UNKNOWN,) if stream.side == "full" else (UNKNOWN, NO_PEER)
+    skipped = _unknown(stream)
     known = [(stamp, value) for stamp, value in zip(own, seen, strict=True) if stamp not in skipped]
     return [stream.sign * stamp for stamp, _ in known], [value for _, value in known]
 

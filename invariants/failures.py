@@ -19,11 +19,14 @@ from kvcore.models.violation import some
 from kvcore.targets.protocol import Answers, View
 from kvcore.targets.tree_view import TreeView
 
+FAILURES = (Refused, Raised)
+"""Outcomes after which nothing may have changed."""
+
 
 def failure_changes_nothing(check: Check) -> list[Clause]:
     """L5: after a refusal or an error the state is as before, up to the order of free pages, and
     of a prefix cache up to where its nodes are split."""
-    if not isinstance(check.outcome, Refused | Raised) or check.before is None:
+    if not isinstance(check.outcome, FAILURES) or check.before is None:
         return []
     before, after = check.before, check.after
     clauses = [*_free_pages(before, after), *_mappings(check, before, after)]
@@ -39,7 +42,7 @@ def failure_changes_nothing(check: Check) -> list[Clause]:
 def failure_changes_no_list(check: Check) -> list[Clause]:
     """L5 of a small pool: nothing differs at first sight, or the same as for every pool."""
     before = check.before
-    if before is None or not isinstance(check.outcome, Refused | Raised):
+    if before is None or not isinstance(check.outcome, FAILURES):
         return []
     return [] if _same_lists(before, check.after) else failure_changes_nothing(check)
 

@@ -9,6 +9,7 @@ is wrong or that all is right. Leaves out large pools (`kvcore.invariants.tensor
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 from typing import Protocol
 
 from kvcore.invariants.check import Check
@@ -16,6 +17,8 @@ from kvcore.invariants.devices import device_entries_right
 from kvcore.invariants.places import BookPlaces
 from kvcore.invariants.plain import entries_right, pending_kept
 from kvcore.models import Model
+from kvcore.models.state import NO_PEER
+from kvcore.targets.protocol import HostView
 
 SHOWN = frozenset(("L1", "L2", "L3", "L4", "L6"))
 """Laws of which none is broken where an image is shown."""
@@ -43,7 +46,9 @@ class ListImage:
         self._places = BookPlaces(model)
         self._hybrid, self._slides = geometry.hybrid, geometry.slides
         self._sparse, self._requests = geometry.sparse, geometry.requests > 0
+        self._plain = not (self._sparse or self._requests)
         self._size, self._device_size = geometry.page_size, geometry.device_page_size
+        self._wholes = _whole_pages(geometry.swa_pages, geometry.page_size)
         slots = range(geometry.full_size + geometry.page_size)
         self._mapping = [*(slots if geometry.pure_swa else [0] * len(slots)), -1]
         self._device_mapping = [0] * ((geometry.full_pages + 1) * self._device_size) + [-1]
@@ -52,18 +57,29 @@ class ListImage:
         """See `Image`. Every clause of the laws is in here: the free pages are those of the books,
         each once; the entries of the mapping are what the books say; and the books have each page
         in one place."""
-        changed = self._places.follow()
-        model, host = self._model, check.host
-        if not _each_once(host.full_free, model.full.free):
+        places, model, host = self._places, self._model, check.host
+        changed = places.follow()
+        seen, free = host.full_free, model.full.free
+        if len(seen) != len(free) or set(seen) != free:
             return False
-        if not self._places.each_once or (check.op.hostile and pending_kept(check)):
+        if self._hybrid:
+            seen, free = host.swa_free, model.swa.free
+            if len(seen) != len(free) or set(seen) != free or not places.each_once:
+                return False
+        if check.op.hostile and pending_kept(check):
             return False
-        if self._hybrid and not _each_once(host.swa_free, model.swa.free):
+        # Without a change the mapping is as it was, in the usual case.
+        same = not changed and host.mapping == self._mapping
+        if self._slides and not same and not self._is_mapped(host.mapping, changed):
             return False
-        if self._slides and not self._is_mapped(host.mapping, changed):
-            return False
+        return self._plain or self._shows_more(host, changed)
+
+    def _shows_more(self, host: HostView, changed: set[int]) -> bool:
+        """The same of device slots and request rows, where there are any."""
+        model = self._model
         if self._sparse and not (
-            _each_once(host.device_free, model.device.free)
+            self._places.each_once
+            and _each_once(host.device_free, model.device.free)
             and self._is_on_device(host.device_mapping, changed)
         ):
             return False
@@ -81,7 +97,7 @@ class ListImage:
             return False
         if not self._hybrid:
             return mapping == self._mapping
-        if not self._accepts(mapping, changed):
+        if changed and not self._accepts(mapping, changed):
             return False
         if mapping == self._mapping:
             return True
@@ -91,13 +107,18 @@ class ListImage:
 
     def _accepts(self, mapping: list[int], pages: Iterable[int]) -> bool:
         """Whether these full pages' entries are right; they are part of the image from now on."""
-        model, size, owners = self._model, self._size, self._model.owners
+        model, size, owners, image = self._model, self._size, self._model.owners, self._mapping
+        wholes = self._wholes
         for full in pages:
-            own = slice(full * size, (full + 1) * size)
+            page, own = owners.get(full), slice(full * size, (full + 1) * size)
             entries = mapping[own]
-            if not entries_right(model, full, owners.get(full), entries):
+            swa = page.swa if page is not None else 0
+            # At first sight: all its entries name its peer, or it has none and they are 0.
+            if (
+                entries != wholes[swa] or (page is not None and swa and NO_PEER in page.swa_stamps)
+            ) and not entries_right(model, full, page, entries):
                 return False
-            self._mapping[own] = entries
+            image[own] = entries
         return True
 
     def _is_on_device(self, mapping: list[int], changed: set[int]) -> bool:
@@ -118,6 +139,12 @@ class ListImage:
                 return False
             self._device_mapping[own] = entries
         return True
+
+
+@cache
+def _whole_pages(pages: int, size: int) -> tuple[list[int], ...]:
+    """The slots of each SWA page, and zeros in the place of the padding page. Not to be changed."""
+    return ([0] * size, *(list(range(p * size, (p + 1) * size)) for p in range(1, pages + 1)))
 
 
 def _each_once(seen: list[int], free: set[int]) -> bool:

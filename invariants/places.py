@@ -7,73 +7,77 @@ one of ten. Leaves out the target's state, and what is counted afresh: those are
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
+
 from kvcore.models import Model
-from kvcore.models.state import Side
+from kvcore.models.state import Page, Side
 
 
 class Places:
     """One side whose pages are joined to full pages: where its books have each of them. ``odd``:
     pages that are not in exactly one place of rows, buffers, free pages and open group."""
 
-    def __init__(self, side: Side) -> None:
+    def __init__(self, side: Side, full_pages: int, *, on_device: bool) -> None:
         self.odd: set[int] = set()
         self._side = side
-        self._joined: dict[int, int] = {}
+        self._on_device = on_device
+        self._joined = [0] * (full_pages + 1)
         self._rows = [0] * (side.total + 1)
 
-    def join(self, full: int, page: int) -> None:
-        """A full page is joined to ``page`` now, 0 for none."""
-        before = self._joined.get(full, 0)
-        if before == page:
-            return
-        if before:
-            self._rows[before] -= 1
-            self._side.moved.add(before)
-        if page:
-            self._joined[full] = page
-            self._rows[page] += 1
-            self._side.moved.add(page)
-        else:
-            del self._joined[full]
-
-    def count(self, buffers: list[int]) -> None:
-        """Count the places of every page that moved; ``buffers``: pages in device buffers."""
-        side, rows, odd = self._side, self._rows, self.odd
-        for page in side.moved:
-            places = rows[page] + (page in side.free) + (page in side.pending)
-            if places + buffers.count(page) == 1:
-                odd.discard(page)
-            else:
+    def follow(
+        self, changed: Iterable[int], owners: Mapping[int, Page], buffers: Sequence[int]
+    ) -> None:
+        """The ``changed`` full pages may be joined to other pages now; every page that moved is
+        counted again. ``buffers``: pages in device buffers."""
+        side, rows, joined, on_device = self._side, self._rows, self._joined, self._on_device
+        moved, free, pending, odd = side.moved, side.free, side.pending, self.odd
+        for full in changed:
+            owner = owners.get(full)
+            page = 0
+            if owner is not None:
+                page = owner.device if on_device else owner.swa
+            old = joined[full]
+            if old != page:
+                joined[full] = page
+                # Row 0 counts the full pages without one, and is never looked at.
+                rows[old] -= 1
+                rows[page] += 1
+                moved.add(old)
+                moved.add(page)
+        moved.discard(0)
+        for page in moved:
+            places = rows[page] + (page in free) + (page in pending)
+            if buffers:
+                places += buffers.count(page)
+            if places != 1:
                 odd.add(page)
-        side.moved.clear()
+            elif odd:
+                odd.discard(page)
+        moved.clear()
 
 
 class BookPlaces:
-    """The owner tables of a model's SWA and device pages."""
+    """The owner tables of a model's SWA and device pages. ``each_once``: whether every page was in
+    exactly one place at the last look."""
 
     def __init__(self, model: Model) -> None:
+        self.each_once = True
         self._model = model
-        self._swa = Places(model.swa)
-        self._device = Places(model.device)
+        pages = model.full.total
+        self._swa = Places(model.swa, pages, on_device=False)
+        self._device = Places(model.device, pages, on_device=True)
 
     def follow(self) -> set[int]:
         """The full pages whose owner or entries became others since the last call."""
         model = self._model
-        changed, model.changed = model.changed, set()
-        owners = model.owners
-        if model.swa.total:
-            for full in changed:
-                page = owners.get(full)
-                self._swa.join(full, page.swa if page else 0)
-            self._swa.count([])
-        if model.device.total:
-            for full in changed:
-                page = owners.get(full)
-                self._device.join(full, page.device if page else 0)
-            self._device.count([page for lent in model.buffers.values() for page in lent])
+        changed, owners = model.changed, model.owners
+        if changed:
+            model.changed = set()
+        if model.hybrid and (changed or model.swa.moved):
+            self._swa.follow(changed, owners, ())
+            self.each_once = not self._swa.odd
+        if model.sparse:
+            buffers = [page for lent in model.buffers.values() for page in lent]
+            self._device.follow(changed, owners, buffers)
+            self.each_once = not (self._swa.odd or self._device.odd)
         return changed
-
-    @property
-    def each_once(self) -> bool:
-        """Whether every page is in exactly one place."""
-        return not (self._swa.odd or self._device.odd)

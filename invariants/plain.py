@@ -20,6 +20,7 @@ from kvcore.models import Clause, Model
 from kvcore.models.ops import GroupEnd
 from kvcore.models.state import NO_PEER, Page
 from kvcore.models.violation import some
+from kvcore.targets.protocol import Answers
 
 
 def conservation(check: Check) -> list[Clause]:
@@ -236,16 +237,16 @@ def entries_right(model: Model, full: int, page: Page | None, entries: list[int]
             return True
         gone = model.detached.get(full)
         return gone is not None and _within(entries, gone, size)
-    base, used = page.swa * size, len(page.full_stamps)
-    if NO_PEER not in page.swa_stamps:
-        whole = list(range(base, base + size))
-        if entries == whole:
-            return True
-        if entries[:used] != whole[:used]:
+    used, whole = len(page.full_stamps), list(range(page.swa * size, (page.swa + 1) * size))
+    if NO_PEER in page.swa_stamps:
+        if entries[:used] != _peers_of(page, size):
             return False
-    elif entries[:used] != _peers_of(page, size):
+    elif entries == whole:
+        return True
+    elif entries[:used] != whole[:used]:
         return False
-    return used == size or _within([0] * used + entries[used:], page.swa, size)
+    rest = entries[used:]
+    return not any(rest) or _within([0] * used + rest, page.swa, size)
 
 
 def _peers_of(page: Page, size: int) -> list[int]:
@@ -299,26 +300,11 @@ def group_law(check: Check) -> list[Clause]:
 
 def capacity(check: Check) -> list[Clause]:
     """L7: the queries say what the free pages hold."""
-    model, answers = check.model, check.after.answers
-    geometry = model.geometry
-    size = geometry.page_size
-    available = full = len(model.full.free) * size
-    swa, device = len(model.swa.free) * size, len(model.device.free) * geometry.device_page_size
-    if geometry.pure_swa:
-        swa = full
-    elif geometry.hybrid:
-        available = min(full, swa)
-    if geometry.sparse:
-        available = min(available, device * geometry.compress)
-    requests = len(model.requests.free)
-    if (
-        answers.available == available
-        and answers.full_available == full
-        and answers.swa_available == swa
-        and answers.device_available == device
-        and answers.requests_available == requests
-    ):
+    answers, model = check.after.answers, check.model
+    if _rooms_right(model, answers):
         return []
+    geometry = model.geometry
+    available, full, swa, device, requests = _rooms(model)
     wanted = replace(
         answers,
         available=available,
@@ -330,11 +316,55 @@ def capacity(check: Check) -> list[Clause]:
     return [Clause("L7", capacities(wanted, geometry), capacities(answers, geometry))]
 
 
+def _rooms_right(model: Model, answers: Answers) -> bool:
+    """Whether the queries said what room there is."""
+    available, full, swa, device, requests = _rooms(model)
+    return (
+        answers.available == available
+        and answers.full_available == full
+        and answers.swa_available == swa
+        and answers.device_available == device
+        and answers.requests_available == requests
+    )
+
+
+def _rooms(model: Model) -> tuple[int, int, int, int, int]:
+    """What they must say: slots that all sides have together, slots of the full, the SWA and the
+    device side, and rows of the request pool."""
+    geometry, size = model.geometry, model.page_size
+    available = full = len(model.full.free) * size
+    swa = len(model.swa.free) * size
+    if model.hybrid:
+        available = min(full, swa)
+    if model.usual:
+        return available, full, swa, 0, 0
+    if geometry.pure_swa:
+        swa = full
+    device = len(model.device.free) * geometry.device_page_size
+    if model.sparse:
+        available = min(available, device * geometry.compress)
+    return available, full, swa, device, len(model.requests.free)
+
+
+def answers_quickly(check: Check) -> list[Clause]:
+    """L7, L8 and L9 in one: nothing is wrong at first sight, or what the three of them say."""
+    view = check.after
+    answers, twins = view.answers, view.twins
+    if (
+        _rooms_right(check.model, answers)
+        and answers.outer == answers.inner
+        and twins[0] == twins[1]
+        and check.host.held.items() <= check.held.items()
+    ):
+        return []
+    return capacity(check) + tensors_are_owned(check) + wrapper_equivalence(check)
+
+
 def tensors_are_owned(check: Check) -> list[Clause]:
     """L8: the tensors of earlier answers still hold what they held."""
     clauses: list[Clause] = []
     for number, slots in check.host.held.items():
-        if tuple(slots) != check.held[number]:
+        if slots != check.held[number]:
             size = check.model.geometry.page_size
             was = check.held[number]
             pages = {old // size for old, new in zip(was, slots, strict=False) if old != new}

@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 from kvcore.invariants.catalogue import BY_ID, LAWS, PRECEDENCE
 from kvcore.invariants.check import Check
-from kvcore.invariants.failures import failure_changes_nothing
+from kvcore.invariants.failures import FAILURES, failure_changes_nothing
 from kvcore.invariants.image import Image, ListImage
 from kvcore.invariants.schedule import schedule
 from kvcore.invariants.tally import Tally
@@ -32,7 +33,7 @@ from kvcore.models import (
     request_ops,
 )
 from kvcore.models.ops import Op
-from kvcore.models.outcomes import Raised, Refused
+from kvcore.models.outcomes import Refused
 from kvcore.models.trace import Header, new_header
 from kvcore.targets.protocol import Target, View
 
@@ -133,36 +134,39 @@ class Run:
         self.model = model_of(target.geometry, target.contract)
         self.program: list[Op] = []
         self.violation: Violation | None = None
-        self.tally = Tally(programs=1)
         self._listeners = tuple(listeners)
         self._period, self._every = period, every
         self._last: View | None = None
-        self._held: dict[int, tuple[int, ...]] = {}
+        self._held: dict[int, list[int]] = {}
         self._answers = 0
         geometry = target.geometry
         slots = geometry.full_size + geometry.swa_size + geometry.device_size
         small = slots <= PLAIN_SLOTS
         self._schedule = schedule(small=small, serves=geometry.serves)
         self._image: Image = ListImage(self.model) if small else TensorImage(self.model)
+        # What the tally is made of beside the program.
+        self._tally = Tally(programs=1)
+        self._grouped: list[str] = []
+        self._skipped = self._refusals = self._probes = self._judged = self._rounds = 0
         self._checked: Counter[tuple[bool, bool]] = Counter()
-        self._rounds = 0
-        self._judged = 0
         self._asked: Counter[str] = Counter()
 
     def step(self, op: Op) -> Outcome | Skipped:
         """Apply one op if it is allowed; raises `LawBroken` when a law breaks."""
-        why = self.model.why_not(op)
+        model = self.model
+        why = model.why_not(op)
         if why is not None:
-            self.tally.skipped += 1
+            self._skipped += 1
             return Skipped(why)
-        index = len(self.program)
-        self._count(op)
+        if model.group_open:
+            self._grouped.append(op.kind)
         self.program.append(op)
-        if self._listeners:
-            self._tell(Applying(index, op))
-        outcome = self._perform(op, op.label, drained=False)
-        if self._listeners:
-            self._tell(Applied(index, op, outcome))
+        if not self._listeners:
+            return self._perform(op)
+        index = len(self.program) - 1
+        self._tell(Applying(index, op))
+        outcome = self._perform(op)
+        self._tell(Applied(index, op, outcome))
         return outcome
 
     def finish(self) -> None:
@@ -177,20 +181,31 @@ class Run:
                 self._probe(op)
         for op in self.model.closing_ops():
             self._probe(op)
-        self._check(ops.Clear(), Done(), None, DRAIN, drained=True)
+        if clauses := self._broken_clauses(ops.Clear(), Done(), None, drained=True):
+            self._break(clauses, DRAIN)
         self._settle_tally()
         self.target.close()
 
+    @property
+    def tally(self) -> Tally:
+        """What was done so far: counted when somebody asks, and at the end."""
+        self._settle_tally()
+        return self._tally
+
     def _probe(self, op: Op) -> None:
         """A checked step that is no part of the program."""
-        self.tally.steps += 1
-        self._perform(op, DRAIN, drained=False)
+        self._probes += 1
+        self._perform(op, DRAIN)
 
-    def _perform(self, op: Op, kind: str, *, drained: bool) -> Outcome:
-        before = self._view_before(op)
+    def _perform(self, op: Op, kind: str = "") -> Outcome:
+        """Apply and judge an op; ``kind`` is what violations call it, empty for its label."""
+        before = self._last
+        if before is None or op.hostile:
+            before = self._view_before(op)
         outcome = self.target.apply(op)
-        if isinstance(outcome, Refused):
-            self.tally.refusals += 1
+        answer = type(outcome)
+        if answer is Refused:
+            self._refusals += 1
         self._judged += 1
         if op.hostile:
             self._asked["hostile"] += 1
@@ -200,12 +215,14 @@ class Run:
             clauses = list(mismatch.clauses)
             if op.hostile:
                 # The call should have changed nothing, so the model still tells the right state.
-                clauses += self._broken_clauses(op, outcome, before, drained=drained)
-            self._break(clauses, kind)
-        if isinstance(outcome, Lent) and not isinstance(op, ops.LoadBackSwa):
+                clauses += self._broken_clauses(op, outcome, before)
+            self._break(clauses, kind or op.label)
+        if isinstance(outcome, Lent) and type(op) is not ops.LoadBackSwa:
             self._answers += 1
-            self._held[self._answers] = outcome.slots
-        self._check(op, outcome, before, kind, drained=drained)
+            self._held[self._answers] = list(outcome.slots)
+        due = self._every == 1 or kind == DRAIN or self._is_check_due(op, outcome, before)
+        if due and (clauses := self._broken_clauses(op, outcome, before)):
+            self._break(clauses, kind or op.label)
         return outcome
 
     def _view_before(self, op: Op) -> View | None:
@@ -218,52 +235,53 @@ class Run:
             return self.target.view(stamps=False)
         return None
 
-    def _check(
-        self, op: Op, outcome: Outcome, before: View | None, kind: str, *, drained: bool
-    ) -> None:
-        """Check all laws on schedule and at the end, and law L5 at any failure."""
-        clauses: list[Clause] = []
-        on_schedule = drained or kind == DRAIN or len(self.program) % self._every == 0
-        failed = before is not None and isinstance(outcome, Refused | Raised)
-        if on_schedule or (failed and self._changed_by_failure(op, outcome, before)):
-            clauses = self._broken_clauses(op, outcome, before, drained=drained)
-        elif not failed:
-            self._last = None
-        if clauses:
-            self._break(clauses, kind)
+    def _is_check_due(self, op: Op, outcome: Outcome, before: View | None) -> bool:
+        """Where not every step is checked, whether this one is: on schedule, or because a failed
+        call broke law L5."""
+        if len(self.program) % self._every == 0:
+            return True
+        if before is not None and isinstance(outcome, FAILURES):
+            return self._changed_by_failure(op, outcome, before)
+        self._last = None
+        return False
 
     def _broken_clauses(
-        self, op: Op, outcome: Outcome, before: View | None, *, drained: bool
+        self, op: Op, outcome: Outcome, before: View | None, *, drained: bool = False
     ) -> list[Clause]:
         """Check every law that is due now, on a new view. Where it shows what the image says, the
         laws of the image hold; else, at the end and every so many checks they are asked."""
         periodic = drained or self._contents_are_due(op)
         view = self._last = self.target.view(stamps=periodic)
         check = Check(self.model, op, outcome, before, view, self._held, drained)
-        self._checked[(periodic, drained)] += 1
+        failed = before is not None and isinstance(outcome, FAILURES)
+        self._checked[periodic, drained] += 1
         self._rounds += 1
-        self._note_asked(op, outcome, before, view, periodic=periodic)
-        in_full = drained or self._rounds % self._schedule.full_every == 0
+        asked = self._asked
+        if view.holds_answers:
+            asked["L8"] += 1
+        if failed or view.tree is not None or periodic or type(op) is ops.GroupEnd:
+            self._note_asked(op, view, failed=failed, periodic=periodic)
+        schedule = self._schedule
+        in_full = drained or self._rounds % schedule.full_every == 0
         clauses: list[Clause] = []
         if self._image.shows(check) and not in_full:
-            for form in self._schedule.beyond_image[periodic]:
+            if failed:
+                clauses += schedule.failure(check)
+            for form in schedule.beyond_image[periodic]:
                 clauses += form(check)
             return clauses
-        for _, form in self._schedule.due[(periodic, drained)]:
+        for _, form in schedule.due[periodic, drained]:
             clauses += form(check)
         if not clauses:
             self._image.adopt(check)
         return clauses
 
-    def _note_asked(
-        self, op: Op, outcome: Outcome, before: View | None, view: View, *, periodic: bool
-    ) -> None:
-        """Count the laws that have something to ask now."""
+    def _note_asked(self, op: Op, view: View, *, failed: bool, periodic: bool) -> None:
+        """Count the laws that have something to ask at some steps only."""
         asked = self._asked
-        asked["L8"] += view.holds_answers
-        if before is not None and isinstance(outcome, Refused | Raised):
+        if failed:
             asked["L5"] += 1
-        if isinstance(op, ops.GroupEnd):
+        if type(op) is ops.GroupEnd:
             asked["L6"] += 1
         if view.tree is not None:
             asked["tree"] += 1
@@ -279,7 +297,7 @@ class Run:
         if op.hostile and self.model.group_open:
             return True
         if self._every > 1:
-            return (self._checked.total() + 1) % self._period == 0
+            return (self._rounds + 1) % self._period == 0
         return type(op) in ON_CONTENTS or len(self.program) % self._period == 0
 
     def _changed_by_failure(self, op: Op, outcome: Outcome, before: View | None) -> bool:
@@ -291,18 +309,22 @@ class Run:
         return broken
 
     def _settle_tally(self) -> None:
-        """Turn the counts of rounds into counts of checks."""
+        """Count what the steps left uncounted: the program's ops, the ops in groups and the checks.
+        Begins anew each time, so it does not matter how often, nor where a run was interrupted."""
+        tally, kinds = self._tally, [op.kind for op in self.program]
+        tally.steps = len(kinds) + self._probes
+        tally.skipped, tally.refusals = self._skipped, self._refusals
+        tally.ops, tally.grouped = Counter(kinds), Counter(self._grouped)
+        tally.pairs = Counter(pairwise(kinds))
+        tally.checks = checks = Counter[str]()
         for key, rounds in self._checked.items():
             for law, _ in self._schedule.due[key]:
-                self.tally.checks[law] += rounds
+                checks[law] += rounds
         for law in ANSWER_LAWS:
-            self.tally.checks[law] += self._judged
+            checks[law] += self._judged
         # Laws that ask only now and then count the times when they asked.
         for law in OCCASIONAL_LAWS:
-            self.tally.checks[law] = 0
-        self.tally.checks.update(self._asked)
-        self._checked.clear()
-        self._judged = 0
+            checks[law] = self._asked[law]
 
     def _break(self, clauses: list[Clause], kind: str) -> None:
         ordered = sorted(clauses, key=lambda clause: PRECEDENCE[clause.law])
@@ -312,15 +334,6 @@ class Run:
         self._tell(Broke(self.violation))
         header = new_header(self.target.name, self.target.geometry)
         raise LAW_ERRORS[self.violation.law](self.violation, self.program, header)
-
-    def _count(self, op: Op) -> None:
-        tally = self.tally
-        tally.steps += 1
-        tally.ops[op.kind] += 1
-        if self.model.group_open:
-            tally.grouped[op.kind] += 1
-        if self.program:
-            tally.pairs[(self.program[-1].kind, op.kind)] += 1
 
     def _tell(self, event: Event) -> None:
         for listener in self._listeners:

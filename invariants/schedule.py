@@ -12,12 +12,18 @@ from typing import NamedTuple
 from kvcore.invariants.catalogue import BY_ID, Cost
 from kvcore.invariants.check import LawForm
 from kvcore.invariants.image import SHOWN
-from kvcore.invariants.plain import PLAIN
+from kvcore.invariants.plain import PLAIN, answers_quickly
 from kvcore.invariants.prefix_tree import locks_quickly, tree_quickly
 from kvcore.invariants.vectorised import VECTORISED
 
 OF_CACHES = ("tree", "locks")
 """Laws that have nothing to ask where no prefix cache is."""
+
+OF_FAILURES = "L5"
+"""The law that has something to ask after a refusal or an error only."""
+
+OF_ANSWERS = ("L7", "L8", "L9")
+"""Laws that one quick form asks in small pools: what the queries say, and earlier answers."""
 
 FULL_EVERY = 64
 """Of so many checks one asks every law in full, whatever the image says: it is kept along, and what
@@ -31,11 +37,13 @@ look at the image, and a soak run has thousands of checks."""
 
 class Schedule(NamedTuple):
     """``due``: the laws of a check, by whether the periodic ones are due and whether everything was
-    given back. ``beyond_image``: their forms where a view shows the image, by the former.
-    ``full_every``: of so many checks one asks all that is due."""
+    given back. ``beyond_image``: their forms where a view shows the image, by the former, but for
+    that of ``failure``, which is the form of law L5. ``full_every``: of so many checks one asks all
+    that is due."""
 
     due: dict[tuple[bool, bool], list[tuple[str, LawForm]]]
     beyond_image: dict[bool, list[LawForm]]
+    failure: LawForm
     full_every: int
 
 
@@ -53,15 +61,19 @@ def schedule(*, small: bool, serves: bool) -> Schedule:
         for drained in both
     }
     quick = {**forms, "tree": tree_quickly, "locks": locks_quickly}
+    first: list[LawForm] = [answers_quickly] if small else []
+    apart = SHOWN | {OF_FAILURES} | (frozenset(OF_ANSWERS) if small else frozenset())
     beyond = {
-        periodic: [
+        periodic: first
+        + [
             quick[law]
             for law, _ in due[periodic, False]
-            if law not in SHOWN and (serves or law not in OF_CACHES)
+            if law not in apart and (serves or law not in OF_CACHES)
         ]
         for periodic in both
     }
-    return Schedule(due, beyond, FULL_EVERY if small else FULL_EVERY_LARGE)
+    every = FULL_EVERY if small else FULL_EVERY_LARGE
+    return Schedule(due, beyond, forms[OF_FAILURES], every)
 
 
 def _is_due(law: str, periodic: bool, drained: bool) -> bool:

@@ -326,7 +326,7 @@ def _as_the_model(name: str, side: Side, free: torch.Tensor) -> bool:
 def tensors_are_owned(check: Check) -> list[Clause]:
     """L8 on tensors, where it holds: the rest of the view stays where it is."""
     held = check.after.held_tensors()
-    if all(tuple(slots.tolist()) == check.held[number] for number, slots in held.items()):
+    if all(slots.tolist() == check.held[number] for number, slots in held.items()):
         return []
     return plain.tensors_are_owned(check)
 

@@ -29,11 +29,18 @@ class Books:
 
     ``owners``: the page of a row for each full page that is lent, and ``changed``: full pages whose
     owner or entries became others since somebody who keeps account looked. Both say nothing that
-    the rows do not; who looks at few pages of many need not go through them all.
+    the rows do not; who looks at few pages of many need not go through them all. ``usual``: there
+    are full slots and perhaps SWA slots, and nothing else.
     """
 
     def __init__(self, geometry: Geometry, contract: Contract | None = None) -> None:
         self.geometry = geometry
+        # What is asked all the time, without the way through the geometry's properties.
+        self.page_size = geometry.page_size
+        self.hybrid, self.sparse = geometry.hybrid, geometry.sparse
+        self.usual = not (
+            geometry.sparse or geometry.requests or geometry.saver or geometry.pure_swa
+        )
         self.contract = contract if contract is not None else Contract()
         self.full = Side(geometry.full_pages)
         self.swa = Side(geometry.swa_pages)
@@ -108,7 +115,7 @@ class Books:
             page.full_stamps[-len(mapped) :] = [ERASED] * len(mapped)
             new = [UNKNOWN] * len(mapped)
         page.swa_stamps += _where(mapped, new)
-        if self.geometry.sparse:
+        if self.sparse:
             page.device_stamps += _where([next(entries, False) for _ in mapped], new)
         else:
             page.device_stamps += [NO_PEER] * len(mapped)
@@ -133,7 +140,7 @@ class Books:
                 at += 1
 
     def _follow(self, op: ops.Op) -> None:
-        _EFFECTS[type(op)](self, op)
+        EFFECTS[type(op)](self, op)
 
     def _give_up_named(self, op: ops.Free | ops.FreeFull) -> None:
         self._give_up(op.seq, op.start, op.stop)
@@ -175,10 +182,11 @@ class Books:
 
     def _free_swa(self, op: ops.FreeSwa) -> None:
         deferred = self.group_open and self.contract.free_swa_joins_group
-        for page in self.rows[op.seq].span(op.start, op.stop):
-            if not self.geometry.pure_swa:
-                self._detach(page, deferred=deferred)
-                continue
+        pages = self.rows[op.seq].span(op.start, op.stop)
+        if not self.geometry.pure_swa:
+            self._detach_all(pages, deferred=deferred)
+            return
+        for page in pages:
             page.gone_in = self.groups if deferred else 0
             self.full.release(page.full, deferred=deferred)
             self._disown(page.full)
@@ -188,14 +196,9 @@ class Books:
     def _give_up(self, seq: int, start: int, stop: int | None) -> None:
         row = self.rows[seq]
         pages = row.span(start, stop)
-        for page in pages:
-            if page.gone:
-                continue
-            self._detach(page, deferred=self.group_open)
-            self._detach_device(page, deferred=self.group_open)
-            self.full.release(page.full, deferred=self.group_open)
-            self._disown(page.full)
-        self.ghosts[seq] = tuple(page.full for page in pages if not page.gone)
+        held = [page for page in pages if page.gone_in is None]
+        self._release(held, deferred=self.group_open)
+        self.ghosts[seq] = tuple([page.full for page in held])
         row.pages[start : start + len(pages)] = []
         self._close_empty(seq)
 
@@ -226,6 +229,32 @@ class Books:
         page.device = 0
         page.device_stamps = [NO_PEER] * page.tokens
         self.changed.add(page.full)
+
+    def _release(self, pages: Sequence[Page], *, deferred: bool) -> None:
+        """No row holds these pages any more, nor what they had on the other sides."""
+        self._detach_all(pages, deferred=deferred)
+        if self.sparse:
+            for page in pages:
+                self._detach_device(page, deferred=deferred)
+        owners, fulls = self.owners, [page.full for page in pages]
+        for full in fulls:
+            owners.pop(full, None)
+        self.full.release_all(fulls, deferred=deferred)
+        self.changed.update(fulls)
+
+    def _detach_all(self, pages: Sequence[Page], *, deferred: bool) -> None:
+        """`_detach` of each of these pages."""
+        peers: list[int] = []
+        for page in pages:
+            if page.swa:
+                peers.append(page.swa)
+                self.changed.add(page.full)
+                if deferred:
+                    self.detached[page.full] = page.swa
+                page.swa = 0
+                page.swa_stamps = [NO_PEER] * len(page.swa_stamps)
+        if peers:
+            self.swa.release_all(peers, deferred=deferred)
 
     def _close_group(self) -> None:
         self.full.settle()
@@ -295,7 +324,7 @@ def _where(mapped: Sequence[bool], stamps: Sequence[int]) -> Iterable[int]:
     return [stamp if there else NO_PEER for there, stamp in zip(mapped, stamps, strict=True)]
 
 
-_EFFECTS: dict[type[ops.Op], Callable[[Books, Any], None]] = {
+EFFECTS: dict[type[ops.Op], Callable[[Books, Any], None]] = {
     ops.Free: Books._give_up_named,
     ops.FreeSwa: Books._free_swa,
     ops.FreeFull: Books._give_up_named,

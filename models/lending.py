@@ -8,24 +8,24 @@ entries. Changes nothing: the reference model commits what comes out of here.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
+
+import msgspec
 
 from kvcore.models.geometry import Geometry
 from kvcore.models.state import Page, Row, Side
 from kvcore.models.violation import Clause, some
 
 
-@dataclass(slots=True)
-class Share:
+class Share(msgspec.Struct):
     """What one row gains: ``onto_last`` tokens into its last page (with or without peer each), then
     ``pages`` as (full page, SWA page or 0, for each token whether it is mapped). ``device``: the
     device page of each page of the row that gains one, by its place in the row; ``entries``: for
     each new token whether it has a device entry."""
 
-    onto_last: list[bool] = field(default_factory=list)
-    pages: list[tuple[int, int, list[bool]]] = field(default_factory=list)
-    device: dict[int, int] = field(default_factory=dict)
-    entries: list[bool] = field(default_factory=list)
+    onto_last: list[bool] = []
+    pages: list[tuple[int, int, list[bool]]] = []
+    device: dict[int, int] = {}
+    entries: list[bool] = []
 
 
 class LendingJudge:

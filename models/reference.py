@@ -9,10 +9,10 @@ free lists all pass. Leaves out the comparison with a target's state: that is th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvcore.models import ops
-from kvcore.models.books import Books
+from kvcore.models.books import EFFECTS, Books
 from kvcore.models.closing import closing_ops, probing_ops
 from kvcore.models.contract import Contract
 from kvcore.models.hostile import HOSTILE_CALLS
@@ -21,28 +21,11 @@ from kvcore.models.mismatch import Mismatch
 from kvcore.models.outcomes import Done, Lent, Outcome, Raised, Refused
 from kvcore.models.rules import demand, lacks_room, restored_tail, restored_tokens, why_not
 from kvcore.models.state import NO_PEER, UNKNOWN, Page, Row
+from kvcore.models.usual import Part, follow_usual
 from kvcore.models.violation import Clause
 
 OUT_OF_BOUNDS = frozenset(("IndexError", "ProcessDied"))
 """Errors that mean: the target read or wrote beyond a buffer."""
-
-
-class Part(NamedTuple):
-    """What one sequence gains: ``tokens``, of which ``tail`` get a peer, the last ones but for
-    ``beyond``; ``on_device`` whether the tokens get device entries."""
-
-    seq: int
-    tokens: int
-    tail: int
-    beyond: int = 0
-    on_device: bool = False
-
-    def mapped(self, hybrid: bool) -> list[bool]:
-        """For each token whether the call owes it a peer."""
-        if not hybrid:
-            return [False] * self.tokens
-        before = self.tokens - self.beyond - self.tail
-        return [False] * before + [True] * self.tail + [False] * self.beyond
 
 
 class Model(Books):
@@ -84,6 +67,24 @@ class Model(Books):
         """Follow ``outcome``; raises `Mismatch` if no right allocator answers so."""
         self._allowed = None
         self.memory.fresh = False
+        kind, answer = type(op), type(outcome)
+        # Most answers are one of these three, and right.
+        if answer is Done:
+            if (effect := EFFECTS.get(kind)) is not None:
+                effect(self, op)
+                return
+        elif isinstance(outcome, Lent) and self.usual:
+            parts_of = _PARTS.get(kind)
+            if parts_of is not None and follow_usual(self, parts_of(self, op), outcome):
+                if isinstance(op, ops.Restore):
+                    self._fill_from_backup(op)
+                return
+        elif answer is Refused and kind in _LENDING and lacks_room(self, op):
+            return
+        self._accept_unusual(op, outcome)
+
+    def _accept_unusual(self, op: ops.Op, outcome: Outcome) -> None:
+        """`accept`, with a look at everything and words for what is wrong."""
         if isinstance(op, ops.Hostile):
             self._accept_hostile(op, outcome)
             return
@@ -91,10 +92,9 @@ class Model(Books):
         judge = _LENDING.get(type(op))
         if judge is not None:
             judge(self, op, outcome)
-            return
-        if not isinstance(outcome, Done):
+        else:
+            # What answers nothing was followed above.
             self._reject("layout", f"{op.kind} answers nothing", str(outcome))
-        self._follow(op)
 
     def _judge_error(self, op: ops.Op, outcome: Outcome) -> None:
         if isinstance(outcome, Raised):
@@ -263,19 +263,17 @@ class Model(Books):
                 self.swa.take(swa)
             row.pages.append(new)
             self._own(new)
-        for page in old:
-            self._detach(page, deferred=self.group_open)
-            self._detach_device(page, deferred=self.group_open)
-            self.full.release(page.full, deferred=self.group_open)
-            self._disown(page.full)
+        self._release(old, deferred=self.group_open)
         self.ghosts[op.seq] = tuple(page.full for page in old)
 
     def _accept_hostile(self, op: ops.Hostile, outcome: Outcome) -> None:
         call = HOSTILE_CALLS[op.call]
+        if isinstance(outcome, Raised) and outcome.kind in call.errors:
+            return
         wanted = " or ".join(sorted(call.errors))
         if not isinstance(outcome, Raised):
             self._reject("hostile", f"{wanted}, since callers must not {call.what}", "no error")
-        elif outcome.kind not in call.errors:
+        else:
             seen = f"{outcome.kind}: {outcome.message}"
             self._reject("hostile", f"{wanted}, since callers must not {call.what}", seen)
 

@@ -69,6 +69,8 @@ def _need(
     on_device: bool = False,
 ) -> Need:
     """The need of a call by which these rows grow by so many tokens."""
+    if model.usual:
+        return Need(full, swa if model.hybrid else 0)
     geometry = model.geometry
     device = requests = 0
     if on_device and geometry.sparse:
@@ -83,7 +85,7 @@ def _need(
 
 
 def _need_of_alloc(model: Model, op: ops.Alloc) -> Need:
-    parts = ((op.seq, op.pages * model.geometry.page_size),)
+    parts = ((op.seq, op.pages * model.page_size),)
     return _need(model, parts, op.pages, op.pages, on_device=True)
 
 
@@ -153,6 +155,8 @@ _NEEDS: dict[type[ops.Op], Callable[[Model, Any], Need]] = {
 def lacks_room(model: Model, op: ops.Op) -> bool:
     """Whether a side has less than ``op`` needs: the answer must be a refusal."""
     need = demand(model, op)
+    if model.usual:
+        return need.full > len(model.full.free) or need.swa > len(model.swa.free)
     return (
         need.full > len(model.full.free)
         or need.swa > len(model.swa.free)
@@ -172,9 +176,11 @@ def why_not(model: Model, op: ops.Op) -> Reason:
 
 
 def _growth(model: Model, seq: int, tokens: int) -> int:
-    size = model.geometry.page_size
+    size = model.page_size
     row = model.rows.get(seq)
-    before = row.tokens if row else 0
+    if row is None:
+        return -(-tokens // size)
+    before = row.tokens
     return -(-(before + tokens) // size) + -before // size
 
 
@@ -194,11 +200,12 @@ def _continuable(model: Model, seq: int, tokens: int) -> Reason:
     row = model.rows.get(seq)
     if row is None:
         return _fresh(model, seq)
-    if model.geometry.requests and row.tokens + tokens > model.geometry.context_len:
+    geometry = model.geometry
+    if geometry.requests and row.tokens + tokens > geometry.context_len:
         return f"the request row of sequence {seq} is full"
     last = row.pages[-1]
-    inside = row.tokens % model.geometry.page_size != 0
-    if last.gone or (inside and model.geometry.hybrid and last.swa_stamps[-1] == NO_PEER):
+    inside = len(last.full_stamps) != model.page_size
+    if last.gone_in is not None or (inside and model.hybrid and last.swa_stamps[-1] == NO_PEER):
         return f"the last page of sequence {seq} has no live peer"
     return None
 
@@ -206,7 +213,7 @@ def _continuable(model: Model, seq: int, tokens: int) -> Reason:
 def _device_continuable(model: Model, seq: int) -> Reason:
     """A row whose last page has device entries goes on only after a live one."""
     row, each = model.rows.get(seq), model.geometry.compress
-    if not model.geometry.sparse or row is None or row.tokens % model.geometry.page_size == 0:
+    if not model.sparse or row is None or row.tokens % model.page_size == 0:
         return None
     last = row.pages[-1]
     entries = last.tokens // each
@@ -222,19 +229,24 @@ def _alloc(model: Model, op: ops.Alloc) -> Reason:
 
 
 def _extend(model: Model, op: ops.Extend) -> Reason:
-    on_device = (_device_continuable(model, seq) for seq, _ in op.parts)
-    reason = _growing(model, op.parts) or next((r for r in on_device if r), None)
+    reason = _growing(model, op.parts)
+    if reason is None and model.sparse:
+        on_device = (_device_continuable(model, seq) for seq, _ in op.parts)
+        reason = next((r for r in on_device if r), None)
     return reason or _overwrite(model, op.overwrite)
 
 
 def _growing(model: Model, parts: tuple[tuple[int, int], ...]) -> Reason:
-    names = [seq for seq, _ in parts]
-    if not names or len(set(names)) != len(names):
+    # A later part of one name would replace the first.
+    if not parts or len(dict(parts)) != len(parts):
         return "a batch names each sequence once"
-    if any(tokens < 1 for _, tokens in parts):
-        return "an extend adds at least one token"
-    reasons = (_continuable(model, seq, tokens) for seq, tokens in parts)
-    return next((r for r in reasons if r), None)
+    for _, tokens in parts:
+        if tokens < 1:
+            return "an extend adds at least one token"
+    for seq, tokens in parts:
+        if reason := _continuable(model, seq, tokens):
+            return reason
+    return None
 
 
 def _decode(model: Model, op: ops.Decode) -> Reason:
@@ -249,7 +261,7 @@ def _decode(model: Model, op: ops.Decode) -> Reason:
 
 
 def _swa_tail(model: Model, op: ops.SwaTail) -> Reason:
-    if not model.geometry.hybrid:
+    if not model.hybrid:
         return "there is no SWA pool"
     if op.tokens < 1 or op.beyond < 0 or not 0 <= op.tail <= op.tokens - op.beyond:
         return "the tail is a part of the extend"
@@ -260,7 +272,7 @@ def _swa_tail(model: Model, op: ops.SwaTail) -> Reason:
     row = model.rows.get(op.seq)
     before = row.tokens if row else 0
     start = before + op.tokens - op.beyond - op.tail
-    if op.tail and start % model.geometry.page_size:
+    if op.tail and start % model.page_size:
         return "the tail starts on a page boundary"
     return None
 
@@ -275,7 +287,7 @@ def _span(model: Model, seq: int, start: int, stop: int | None) -> tuple[list[Pa
 
 def _free(model: Model, op: ops.Free) -> Reason:
     contract = model.contract
-    if model.geometry.pure_swa:
+    if not model.usual and model.geometry.pure_swa:
         pages, _ = _span(model, op.seq, op.start, op.stop)
         here = model.groups if model.group_open else None
         if any(page.gone and page.gone_in != here for page in pages):
@@ -284,12 +296,13 @@ def _free(model: Model, op: ops.Free) -> Reason:
 
 
 def _free_swa(model: Model, op: ops.FreeSwa) -> Reason:
-    if not model.geometry.slides:
-        return "there is no SWA pool"
     contract = model.contract
-    pages, _ = _span(model, op.seq, op.start, op.stop)
-    if any(page.gone for page in pages):
-        return "a page went when the window moved on"
+    if not model.hybrid:
+        if not model.geometry.pure_swa:
+            return "there is no SWA pool"
+        pages, _ = _span(model, op.seq, op.start, op.stop)
+        if any(page.gone for page in pages):
+            return "a page went when the window moved on"
     return _named(model, op, contract.free_swa_forms, contract.live_swa_frees)
 
 
@@ -309,7 +322,7 @@ def _named(model: Model, op: ops.PagesOp, forms: frozenset[Form], live: frozense
     pages, reason = _span(model, op.seq, op.start, op.stop)
     if op.form not in forms:
         return f"this target's callers do not {op.kind} by {op.form}"
-    if op.form in live and any(page.swa == 0 for page in pages):
+    if op.form in live and 0 in [page.swa for page in pages]:
         return f"this target's callers {op.kind} pages with a live peer only"
     if op.overwrite and not model.contract.overwrite_deferred:
         return "this target's callers keep the tensors that they free"
@@ -325,7 +338,7 @@ def _group_end(model: Model, op: ops.GroupEnd) -> Reason:
 
 
 def _recover(model: Model, op: ops.Recover) -> Reason:
-    if not model.geometry.hybrid:
+    if not model.hybrid:
         return "there is no SWA pool"
     if op.locked and not model.contract.locked_recovery:
         return "this target's callers do not recover locked values"
@@ -335,18 +348,21 @@ def _recover(model: Model, op: ops.Recover) -> Reason:
     incoming, other = _span(model, op.incoming, op.incoming_start, op.incoming_start + op.pages)
     if reason or other:
         return reason or other
-    size = model.geometry.page_size
-    if any(page.tokens != size for page in kept + incoming):
-        return "a recovery takes whole pages"
-    if any(page.swa for page in kept):
-        return "a kept page is no tombstone"
-    if any(not page.swa or not page.fully_mapped for page in incoming):
-        return "an incoming page has no live peer"
+    size = model.page_size
+    for page in kept + incoming:
+        if len(page.full_stamps) != size:
+            return "a recovery takes whole pages"
+    for page in kept:
+        if page.swa:
+            return "a kept page is no tombstone"
+    for page in incoming:
+        if not page.swa or NO_PEER in page.swa_stamps:
+            return "an incoming page has no live peer"
     return None
 
 
 def _load_back(model: Model, op: ops.LoadBack) -> Reason:
-    if not model.geometry.hybrid:
+    if not model.hybrid:
         return "there is no SWA pool"
     if op.pages < 1 or not 0 <= op.swa_pages <= op.pages:
         return "the SWA part is a part of the row"
@@ -354,10 +370,10 @@ def _load_back(model: Model, op: ops.LoadBack) -> Reason:
 
 
 def _load_back_swa(model: Model, op: ops.LoadBackSwa) -> Reason:
-    if not model.geometry.hybrid:
+    if not model.hybrid:
         return "there is no SWA pool"
     pages, reason = _span(model, op.seq, op.start, op.stop)
-    if any(page.tokens != model.geometry.page_size for page in pages):
+    if any(page.tokens != model.page_size for page in pages):
         return "a load-back takes whole pages"
     if any(page.swa for page in pages):
         return "a page still has its peer"
@@ -372,12 +388,14 @@ def _retract(model: Model, op: ops.Retract) -> Reason:
     if op.backup in model.used_backups:
         return f"backup {op.backup} was used before"
     pages, reason = _span(model, op.seq, 0, None)
+    if model.usual:
+        return reason
     if model.geometry.requests and any(page.full in model.detached for page in pages):
         # The request says how far its window has moved on: here that is still under way.
         return "the window of the request moves on in the open group"
     if model.geometry.requests and model.geometry.pure_swa and not reason:
-        front = model.rows[op.seq].evicted(model.geometry.page_size, pure_swa=True)
-        if any(page.gone for page in pages[front // model.geometry.page_size :]):
+        front = model.rows[op.seq].evicted(model.page_size, pure_swa=True)
+        if any(page.gone for page in pages[front // model.page_size :]):
             return "a request says how much is gone at its front only"
     return _paused(model) or reason
 
@@ -388,15 +406,9 @@ def _restore(model: Model, op: ops.Restore) -> Reason:
         return f"there is no backup {op.backup}"
     tokens = backup.tokens
     if op.tail is not None:
-        if (
-            model.geometry.requests
-            or not model.geometry.hybrid
-            or "swa_tail" not in model.contract.ops
-        ):
+        if model.geometry.requests or not model.hybrid or "swa_tail" not in model.contract.ops:
             return "this target's callers restore whole rows"
-        if not 0 <= op.tail <= tokens or (
-            op.tail and (tokens - op.tail) % model.geometry.page_size
-        ):
+        if not 0 <= op.tail <= tokens or (op.tail and (tokens - op.tail) % model.page_size):
             return "the tail starts on a page boundary"
     return _paused(model) or _fresh(model, op.seq)
 
@@ -409,17 +421,17 @@ def _relocate(model: Model, op: ops.Relocate) -> Reason:
 
 
 def _extend_logical(model: Model, op: ops.ExtendLogical) -> Reason:
-    return _growing(model, op.parts) if model.geometry.sparse else "there is no device pool"
+    return _growing(model, op.parts) if model.sparse else "there is no device pool"
 
 
 def _free_device(model: Model, op: ops.FreeDevice) -> Reason:
-    if not model.geometry.sparse:
+    if not model.sparse:
         return "there is no device pool"
     return _named(model, op, frozenset(("slots", "sparse")), frozenset())
 
 
 def _device_buffer(model: Model, op: ops.DeviceBuffer) -> Reason:
-    if not model.geometry.sparse:
+    if not model.sparse:
         return "there is no device pool"
     if op.buffer in model.used_buffers:
         return f"buffer {op.buffer} was used before"

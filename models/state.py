@@ -6,7 +6,10 @@ is allowed is `kvcore.models.rules`, what follows from an answer is `kvcore.mode
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
+
+import msgspec
 
 NO_PEER = 0
 """SWA or device stamp of a token without such a slot."""
@@ -16,8 +19,7 @@ ERASED = 0
 """Full stamp of a token whose slot holds zeros: its memory was paused."""
 
 
-@dataclass(slots=True)
-class Page:
+class Page(msgspec.Struct):
     """One full page of a row, its SWA and device pages (0 if none) and a stamp a token and side.
 
     ``full_stamps`` has one entry for each token in the page; ``swa_stamps`` and ``device_stamps``
@@ -28,10 +30,10 @@ class Page:
 
     full: int
     swa: int
-    full_stamps: list[int] = field(default_factory=list)
-    swa_stamps: list[int] = field(default_factory=list)
+    full_stamps: list[int] = []
+    swa_stamps: list[int] = []
     device: int = 0
-    device_stamps: list[int] = field(default_factory=list)
+    device_stamps: list[int] = []
     gone_in: int | None = None
 
     @property
@@ -50,12 +52,11 @@ class Page:
         return NO_PEER not in self.swa_stamps
 
 
-@dataclass(slots=True)
-class Row:
+class Row(msgspec.Struct):
     """The pages of one sequence in token order; only the last page may be partly used. ``request``
     is its row of the request pool, 0 without one."""
 
-    pages: list[Page] = field(default_factory=list)
+    pages: list[Page] = []
     request: int = 0
 
     @property
@@ -80,12 +81,12 @@ class Row:
 
     def span(self, start: int, stop: int | None) -> list[Page]:
         """Pages ``[start, stop)``; empty if the range is not within the row."""
-        end = len(self.pages) if stop is None else stop
-        return self.pages[start:end] if 0 <= start < end <= len(self.pages) else []
+        pages = self.pages
+        end = len(pages) if stop is None else stop
+        return pages[start:end] if 0 <= start < end <= len(pages) else []
 
 
-@dataclass(slots=True)
-class Backup:
+class Backup(msgspec.Struct):
     """A retracted row in host memory: its stamps, token by token. ``evicted``: tokens in whole
     pages at the front whose SWA part was gone."""
 
@@ -128,6 +129,16 @@ class Side:
         """The page is free, or with ``deferred`` waits for the end of the group."""
         (self.pending if deferred else self.free).add(page)
         self.moved.add(page)
+
+    def take_all(self, pages: Collection[int]) -> None:
+        """These pages are lent."""
+        self.free.difference_update(pages)
+        self.moved.update(pages)
+
+    def release_all(self, pages: Collection[int], *, deferred: bool) -> None:
+        """`release` of each of these pages."""
+        (self.pending if deferred else self.free).update(pages)
+        self.moved.update(pages)
 
     def settle(self) -> None:
         """The group ended: what waited is free."""

@@ -30,7 +30,7 @@ def propose(kind: str, model: Model, choices: Choices) -> Op | None:
     if isinstance(model, ServingModel):
         return propose_request(kind, model, choices)
     op = PROPOSALS[kind](model, choices)
-    return op if op is not None and model.allows(op) else None
+    return op if op is not None and model.why_not(op) is None else None
 
 
 def _pick_row(model: Model, choices: Choices) -> tuple[int, Row] | None:
@@ -44,25 +44,28 @@ def _pick_row(model: Model, choices: Choices) -> tuple[int, Row] | None:
 def _few_pages(model: Model, choices: Choices) -> int:
     """One to three pages, now and then all that is left or one too many."""
     number = choices.below(16)
+    if number < 14:
+        return 1 + number % 3
     left = len(model.full.free)
-    if model.geometry.hybrid:
+    if model.hybrid:
         left = min(left, len(model.swa.free))
-    if model.geometry.sparse:
+    if model.sparse:
         left = min(left, len(model.device.free))
     if number == 15:
         return left + 1
-    return max(1, left) if number == 14 else 1 + number % 3
+    return max(1, left)
 
 
 def _few_tokens(model: Model, choices: Choices) -> int:
-    size = model.geometry.page_size
+    size = model.page_size
     pages = _few_pages(model, choices)
     return max(1, pages * size - choices.below(size))
 
 
 def _span(row: Row, choices: Choices) -> tuple[int, int]:
-    start = choices.below(len(row.pages))
-    return start, start + 1 + choices.below(len(row.pages) - start)
+    count = len(row.pages)
+    start = choices.below(count)
+    return start, start + 1 + choices.below(count - start)
 
 
 def _flag(choices: Choices, wanted: bool) -> bool:
@@ -98,7 +101,7 @@ def _extend_batch(model: Model, choices: Choices) -> Op:
     parts = [(model.last_name + 1, _few_tokens(model, choices))]
     if (picked := _pick_row(model, choices)) is not None:
         parts.append((picked[0], _few_tokens(model, choices)))
-    parts.append((model.last_name + 2, 1 + choices.below(model.geometry.page_size)))
+    parts.append((model.last_name + 2, 1 + choices.below(model.page_size)))
     return ops.Extend(tuple(parts))
 
 
@@ -124,7 +127,7 @@ def _decode_batch(model: Model, choices: Choices) -> Op | None:
 
 
 def _swa_tail(model: Model, choices: Choices) -> Op:
-    size = model.geometry.page_size
+    size = model.page_size
     seq, before = model.last_name + 1, 0
     if choices.below(2) and (picked := _pick_row(model, choices)) is not None:
         seq, before = picked[0], picked[1].tokens
@@ -285,7 +288,7 @@ def _tombstone(model: Model, choices: Choices) -> tuple[int, int] | None:
     peer was given up there, if there is any."""
     if not _some_lack_a_peer(model):
         return None
-    size, detached = model.geometry.page_size, model.detached
+    size, detached = model.page_size, model.detached
 
     def dead(page: Page) -> bool:
         return page.swa == 0 and page.tokens == size
@@ -302,7 +305,7 @@ def _recover(model: Model, choices: Choices, *, locked: bool) -> Op | None:
     kept = _tombstone(model, choices)
     if kept is None:
         return None
-    size = model.geometry.page_size
+    size = model.page_size
 
     def live(page: Page) -> bool:
         return page.swa != 0 and page.tokens == size and page.fully_mapped
@@ -347,11 +350,11 @@ def _restore(model: Model, choices: Choices) -> Op | None:
     names = sorted(model.backups)
     name = names[choices.below(len(names))]
     whole = ops.Restore(name, model.last_name + 1)
-    if not model.geometry.hybrid or model.geometry.requests or choices.below(3):
+    if not model.hybrid or model.geometry.requests or choices.below(3):
         return whole
     tokens = len(model.backups[name].full_stamps)
-    tails = range(tokens, -1, -model.geometry.page_size) if tokens else [0]
-    aligned = [tail for tail in tails if (tokens - tail) % model.geometry.page_size == 0]
+    tails = range(tokens, -1, -model.page_size) if tokens else [0]
+    aligned = [tail for tail in tails if (tokens - tail) % model.page_size == 0]
     part = ops.Restore(name, model.last_name + 1, aligned[choices.below(len(aligned))])
     return part if model.allows(part) else whole
 
@@ -364,7 +367,7 @@ def _relocate(model: Model, choices: Choices) -> Op | None:
 def _extend_logical(model: Model, choices: Choices) -> Op:
     """A new row, or one that goes on: logical slots are many, so now and then many of them."""
     pages = 1 + choices.below(max(1, len(model.full.free)) if choices.below(8) == 7 else 3)
-    tokens = max(1, pages * model.geometry.page_size - choices.below(model.geometry.page_size))
+    tokens = max(1, pages * model.page_size - choices.below(model.page_size))
     if choices.below(3) == 2 and (picked := _pick_row(model, choices)) is not None:
         return ops.ExtendLogical(((picked[0], tokens),))
     return ops.ExtendLogical(((model.last_name + 1, tokens),))

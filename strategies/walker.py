@@ -48,9 +48,9 @@ class Walker:
             return None
         self._left -= 1
         kinds = self._kinds.get(model.group_open) or self._draw_kinds(model)
-        choices = self._choices
+        choices, most = self._choices, len(kinds)
         for _ in range(ATTEMPTS):
-            op = propose(kinds[choices.below(len(kinds))], model, choices)
+            op = propose(kinds[choices.below(most)], model, choices)
             if op is not None:
                 return op
         return None

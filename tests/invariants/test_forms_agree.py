@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvcore.invariants import Run, drive
@@ -45,7 +46,7 @@ class Comparer:
     def compare(self, op: ops.Op, outcome: Any, *, drained: bool) -> None:
         right = self.run.target.view(stamps=self.rng.random() < 0.9)
         shown = self.shown_of(right)
-        held = {number: tuple(slots) for number, slots in shown.held.items()}
+        held = {number: list(slots) for number, slots in shown.held.items()}
         for _ in range(self.rng.choice((0, 1, 1, 2, 4))):
             self.spoil(shown)
         check = Check(
@@ -57,7 +58,7 @@ class Comparer:
             held=held,
             drained=drained,
         )
-        failed = replace(check, outcome=Refused(), before=right)
+        failed = msgspec.structs.replace(check, outcome=Refused(), before=right)
         for law, form in VECTORISED.items():
             case = failed if law == "L5" else check
             plain, vectorised = pages_of(PLAIN[law], case), pages_of(form, case)
