@@ -84,6 +84,14 @@ class CoreDialect(Generic[AllocatorT]):
         cut = len(slots) // size // 2 * size
         return [(slots[:cut], start), (slots[cut:], start + cut)]
 
+    def pending_pages(self) -> tuple[torch.Tensor, ...]:
+        """Not told."""
+        return ()
+
+    def pending_lists(self) -> tuple[list[int], ...]:
+        """`pending_pages` as numbers."""
+        return tuple(pages.tolist() for pages in self.pending_pages())
+
     def group_begin(self) -> None:
         """`free_group_begin`."""
         self.allocator.free_group_begin()
@@ -283,6 +291,22 @@ HYBRID_QUERIES = (
 class HybridDialect(PairedDialect[SWATokenToKVPoolAllocator]):
     """Calls on the hybrid allocator itself."""
 
+    def pending_lists(self) -> tuple[list[int], ...]:
+        """`pending_pages` as numbers: a group is open at every third step of a program."""
+        whole = self.allocator
+        full, swa = whole.full_attn_allocator, whole.swa_attn_allocator
+        on_full = full.pending_page_list() if full.free_group_is_open else []
+        on_swa = swa.pending_page_list() if swa.free_group_is_open else []
+        if not whole.free_group_is_open:
+            return on_full, on_swa
+        queued = whole.queued_peer_pages()
+        if not queued:
+            return on_full, on_swa
+        size, mapping = whole.page_size, whole.full_to_swa_index_mapping.tolist()
+        rows = (mapping[page * size : (page + 1) * size] for page in queued)
+        peers = {max(row) // size for row in rows}
+        return on_full, sorted({*on_swa, *(page for page in peers if page > 0)})
+
     def answers(self) -> Answers:
         """Capacity in slots; geometry and capacity of the whole against the sides'."""
         whole = self.allocator
@@ -294,10 +318,16 @@ class HybridDialect(PairedDialect[SWATokenToKVPoolAllocator]):
         full_pages, swa_pages = full_room // full_page, swa_room // swa_page
         has_pages = whole.new_pages_available
         outer = (
-            *(size, size, whole.size, whole.size_full, whole.size_swa, full_said, swa_said),
-            int(has_pages(full_pages, swa_pages)),
-            int(has_pages(full_pages + 1, 0)),
-            int(has_pages(0, swa_pages + 1)),
+            size,
+            size,
+            whole.size,
+            whole.size_full,
+            whole.size_swa,
+            full_said,
+            swa_said,
+            1 if has_pages(full_pages, swa_pages) else 0,
+            1 if has_pages(full_pages + 1, 0) else 0,
+            1 if has_pages(0, swa_pages + 1) else 0,
         )
         smaller = full_size if full_size < swa_size else swa_size
         inner = (full_page, swa_page, smaller, full_size, swa_size, full_room, swa_room, 1, 0, 0)

@@ -18,10 +18,13 @@ Slots = torch.Tensor
 """int64 slot indices, 1-D, on the allocator's device."""
 
 
+CPU = torch.device("cpu")
+
+
 def as_tensor(numbers: list[int], device: torch.device) -> torch.Tensor:
     """An int64 tensor; through numpy, which is several times faster on short lists."""
     tensor = torch.from_numpy(np.array(numbers, dtype=np.int64))
-    return tensor if device.type == "cpu" else tensor.to(device)
+    return tensor if device == CPU else tensor.to(device)
 
 
 Vectors3 = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -33,10 +36,10 @@ def extend_vectors(
 ) -> Vectors5:
     """A batch as the field passes it to an extend: row lengths before and after, each on the device
     and on the host, and the last slots on the device; int64 `[batch]`, views of one copy."""
-    packed = np.array([*before, *after, *last], dtype=np.int64)
-    rows = len(before)
-    prefix, seq, loc = (torch.from_numpy(packed[at : at + rows]) for at in (0, rows, 2 * rows))
-    if device.type == "cpu":
+    packed = np.array((before, after, last), dtype=np.int64)
+    prefix, seq = torch.from_numpy(packed[0]), torch.from_numpy(packed[1])
+    loc = torch.from_numpy(packed[2])
+    if device == CPU:
         return prefix, prefix, seq, seq, loc
     return prefix.to(device), prefix, seq.to(device), seq, loc.to(device)
 
@@ -44,10 +47,9 @@ def extend_vectors(
 def decode_vectors(after: list[int], last: list[int], device: torch.device) -> Vectors3:
     """The same of a decode: row lengths after it, on the device and on the host, and the last
     slots."""
-    packed = np.array([*after, *last], dtype=np.int64)
-    rows = len(after)
-    seq, loc = torch.from_numpy(packed[:rows]), torch.from_numpy(packed[rows:])
-    return (seq, seq, loc) if device.type == "cpu" else (seq.to(device), seq, loc.to(device))
+    packed = np.array((after, last), dtype=np.int64)
+    seq, loc = torch.from_numpy(packed[0]), torch.from_numpy(packed[1])
+    return (seq, seq, loc) if device == CPU else (seq.to(device), seq, loc.to(device))
 
 
 class Dialect(Protocol):
@@ -135,6 +137,10 @@ class Dialect(Protocol):
 
     def pending_pages(self) -> tuple[torch.Tensor, ...]:
         """(full, SWA) pages that wait for the end of the group; empty if nobody can tell."""
+        ...
+
+    def pending_lists(self) -> tuple[list[int], ...]:
+        """`pending_pages` as numbers, in new lists, as `free_lists` is to `free_pages`."""
         ...
 
     def mapping(self) -> torch.Tensor:

@@ -145,7 +145,7 @@ class AllocatorTarget:
                 return self._extend(op)
             case ops.Decode():
                 return self._decode(op)
-            case ops.Free() | ops.FreeSwa() | ops.GroupBegin() | ops.GroupEnd():
+            case ops.Free() | ops.FreeSwa() | ops.FreeFull() | ops.GroupBegin() | ops.GroupEnd():
                 self._give_back(op)
                 return Done()
             case ops.SwaTail():

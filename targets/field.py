@@ -187,6 +187,10 @@ class FieldCalls(CoreDialect[Any]):
         """Not told."""
         return ()
 
+    def pending_lists(self) -> tuple[list[int], ...]:
+        """Not told either."""
+        return ()
+
     def listed(self, side: Any) -> torch.Tensor:
         """The free pages of a side, as a new int64 tensor."""
         pages = self._listing(side)

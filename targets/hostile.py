@@ -22,6 +22,7 @@ from kvcore import (
 )
 from kvcore.allocator.single import SinglePoolAllocator
 from kvcore.models import Geometry
+from kvcore.targets.dialect import as_tensor
 from kvcore.targets.memory import SaverProbe
 from kvcore.targets.pool import FULL_LAYER, SWA_LAYER, Pool
 
@@ -102,18 +103,18 @@ class CoreHostility:
 
     def _paused(self, call: str, backup: tuple[int, Any] | None) -> Call | None:
         """Calls on memory that is paused."""
-        pool, slots = self.pool, self._slots([1])
+        pool = self.pool
         layer = SWA_LAYER if self.geometry.pure_swa else FULL_LAYER
         match call:
             case "read_paused":
                 return lambda: pool.get_kv_buffer(layer)
             case "write_paused":
                 row = torch.zeros((1, 1, 1), dtype=torch.int64, device=self.device)
-                return lambda: pool.set_kv_buffer(layer, slots, row, row)
+                return lambda: pool.set_kv_buffer(layer, self._slots([1]), row, row)
             case "copy_paused":
-                return lambda: pool.get_cpu_copy(slots)
+                return lambda: pool.get_cpu_copy(self._slots([1]))
             case "move_paused":
-                return lambda: pool.move_kv_cache(slots, slots)
+                return lambda: pool.move_kv_cache(self._slots([1]), self._slots([1]))
             case "reserve_paused":
                 if self.memory is None:
                     raise KeyError("reserve_paused needs a memory saver")
@@ -177,7 +178,7 @@ class CoreHostility:
         return self.allocator
 
     def _slots(self, slots: list[int]) -> torch.Tensor:
-        return torch.tensor(slots, dtype=torch.int64, device=self.device)
+        return as_tensor(slots, self.device)
 
     def _free(self, slots: list[int]) -> Call:
         return lambda: self.allocator.free(self._slots(slots))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -230,11 +231,11 @@ class StampedPool:
             # First: a slot beyond the mapping is refused before anything is written.
             assert isinstance(self._pool, SWAKVPool)
             peers = self._peers(self._pool.full_to_swa_index_mapping, slots)
-        negative = -stamps
+        signed = {1: stamps, -1: -stamps}
         for side in sides:
             places = slots if side == "full" else peers
             for rows, sign in self._arrays_of[side]:
-                written = stamps if sign > 0 else negative
+                written = signed[sign]
                 if rows.ndim == 1:
                     rows[places] = written
                 else:
@@ -247,7 +248,7 @@ class StampedPool:
             IndexError: the pool would raise.
         """
         # An index below -1 is refused by pools; to an array it is a place counted from the end.
-        if mapping is None or slots.min(initial=0) < -1:
+        if mapping is None or min(slots.tolist(), default=0) < -1:
             raise IndexError("no peers")
         return self._mapping.over(mapping)[slots]
 
@@ -318,10 +319,14 @@ def _layer_streams(pool: SlotPool, side: Side) -> Streams:
     """The streams of a pool of one layer."""
     if not isinstance(pool, MLATokenToKVPool):
         keys, values = pool.slot_buffers()
-        names = (Stream(f"{side} K", side, 1), Stream(f"{side} V", side, -1))
-        return list(zip(names, (keys.view(-1), values.view(-1)), strict=True))
+        return list(zip(_mha_streams(side), (keys.view(-1), values.view(-1)), strict=True))
     streams = _latent_streams(pool, side)
     return streams + (_index_streams(pool, side) if isinstance(pool, DSATokenToKVPool) else [])
+
+
+@cache
+def _mha_streams(side: Side) -> tuple[Stream, Stream]:
+    return Stream(f"{side} K", side, 1), Stream(f"{side} V", side, -1)
 
 
 def _latent_streams(pool: MLATokenToKVPool, side: Side) -> Streams:

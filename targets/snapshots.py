@@ -67,6 +67,12 @@ class Snapshots:
             return (*pending, self.sparse.pending_device_pages())
         return pending
 
+    def _pending_lists(self) -> tuple[list[int], ...]:
+        pending = self.dialect.pending_lists()
+        if pending and self.sparse is not None:
+            return (*pending, self.sparse.pending_device_pages().tolist())
+        return pending
+
     def _listed(self, stamps: bool) -> View:
         full, swa = self.dialect.free_lists()
         host = HostView(
@@ -84,7 +90,7 @@ class Snapshots:
         if stamps:
             if not self.paused():
                 host.stamps = self.pool.content_lists()
-            host.pending = tuple(pages.tolist() for pages in self._pending())
+            host.pending = self._pending_lists()
             if self.requests is not None:
                 host.request_rows = self.requests.table_list()
             host.memory = self._memory_view()

@@ -223,6 +223,10 @@ class ReleaseDialect:
         """Not told: releases queue slots, pages or peers, in lists of their own."""
         return ()
 
+    def pending_lists(self) -> tuple[list[int], ...]:
+        """Not told either."""
+        return ()
+
     def mapping(self) -> torch.Tensor:
         """`full_to_swa_index_mapping`."""
         mapping: torch.Tensor = self._allocator.full_to_swa_index_mapping
