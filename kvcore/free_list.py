@@ -43,6 +43,8 @@ class Position(NamedTuple):
     head: int
     end: int
     num_released: int
+    with_gaps: tuple[tuple[torch.Tensor, bool], ...]
+    gaps_closed: int
 
 
 class FreeList(ABC):
@@ -201,15 +203,24 @@ class FreeList(ABC):
 
     def position(self) -> Position:
         """Where `rewind` returns to."""
-        return Position(self._store, self._head, self._end, self._num_released)
+        return Position(
+            self._store,
+            self._head,
+            self._end,
+            self._num_released,
+            tuple(self._with_gaps),
+            self._gaps_closed,
+        )
 
     def rewind(self, position: Position) -> None:
         """Undo every `take` since `position`, in the order of pages too; nothing was given since.
 
-        A take writes nothing but a new store where it merges; so only the old one is used again.
+        A take writes nothing but a new store where it merges, and places that are not free where it
+        closes gaps; so only the old numbers and the old store count again.
         """
-        store, head, end, self._num_released = position
-        self._use(store, head, end - head)
+        self._num_released, self._gaps_closed = position.num_released, position.gaps_closed
+        self._with_gaps = list(position.with_gaps)
+        self._use(position.store, position.head, position.end - position.head)
 
     # -- giving --------------------------------------------------------------------------------
 
@@ -234,6 +245,21 @@ class FreeList(ABC):
             return self._host_released[self._num_released : self._num_released + num_pages]
         start = self._place(num_pages)
         return self._host_store[start : start + num_pages]
+
+    def reserve(self, num_pages: int) -> None:
+        """Make sure that so many pages can be given without anything that may fail.
+
+        Raises:
+            DoubleFreeError: more pages would be free than exist.
+        """
+        self.require_place_for(num_pages)
+        if not self._need_sort:
+            self._place(num_pages)
+
+    @property
+    def has_gaps(self) -> bool:
+        """Whether pages given with gaps wait to be counted."""
+        return bool(self._with_gaps)
 
     def host_give(self, entries: Ids) -> None:
         """Put pages back, on a CPU: int64 `[n]`, copied, each page once.

@@ -198,7 +198,7 @@ class BaseTokenToKVPoolAllocator(ABC):
         """Hold frees back from now on; what they free can be lent after `free_group_end` only.
 
         Args:
-            owned: the caller touches no tensor that it passes to a free of this group before its
+            owned: the caller touches no tensor that it passes to any call of this group before its
                 end, so that none has to be copied.
 
         Raises:

@@ -326,8 +326,9 @@ class DeviceSideAllocator(DeviceMappedAllocator):
         device = self.hisparse_attn_allocator
         # Both sides before either: a group that cannot end stays open, and nothing is lost.
         device.require_place_for_group()
+        end = device.prepare_end()
         self.logical_attn_allocator.free_group_end()
-        device.close_group()
+        device.close_group(end)
         self._group_open = False
 
     def _require_group_everywhere(self, operation: str, *, is_open: bool) -> None:

@@ -17,7 +17,8 @@ import torch
 from kvcore.allocator.arguments import Segment, as_index, as_number, require_equal_lengths
 from kvcore.allocator.device_mapping import MappedPool
 from kvcore.allocator.device_side import DeviceSideAllocator
-from kvcore.allocator.hybrid import HybridPoolSize, make_pool
+from kvcore.allocator.hybrid import HybridPoolSize
+from kvcore.allocator.sides import make_pool
 from kvcore.allocator.single import PoolSize, SinglePoolAllocator
 from kvcore.allocator.swa import SWATokenToKVPoolAllocator
 from kvcore.errors import GeometryError

@@ -31,10 +31,9 @@ from kvcore.allocator.base import BaseTokenToKVPoolAllocator
 from kvcore.allocator.batch import DecodeBatch, ExtendBatch
 from kvcore.allocator.host_rows import HostRows
 from kvcore.allocator.ownership import FREE, Ids, PeerGuard, on_host
-from kvcore.allocator.paged import PagedTokenToKVPoolAllocator
 from kvcore.allocator.pending import PendingFrees
+from kvcore.allocator.sides import make_pool
 from kvcore.allocator.single import SinglePoolAllocator
-from kvcore.allocator.token import TokenToKVPoolAllocator
 
 
 class HybridPool(Protocol):
@@ -70,39 +69,6 @@ class _Mapped(TypedDict):
 
     mapping: torch.Tensor
     page_size: int
-
-
-def make_pool(
-    size: int,
-    page_size: int,
-    dtype: torch.dtype,
-    device: str | torch.device,
-    kvcache: Any,
-    need_sort: bool,
-    *,
-    validate: bool,
-    pool_name: str,
-    lists_slots: bool = False,
-) -> SinglePoolAllocator:
-    """An allocator of one pool, for page size 1 or for larger pages.
-
-    `lists_slots`: its free list keeps the first slot of each page, at page size 1 the same.
-    """
-    if page_size == 1:
-        return TokenToKVPoolAllocator(
-            size, dtype, device, kvcache, need_sort, validate=validate, pool_name=pool_name
-        )
-    return PagedTokenToKVPoolAllocator(
-        size,
-        page_size,
-        dtype,
-        device,
-        kvcache,
-        need_sort,
-        validate=validate,
-        pool_name=pool_name,
-        lists_slots=lists_slots,
-    )
 
 
 class HybridAllocator(BaseTokenToKVPoolAllocator):
@@ -175,6 +141,7 @@ class HybridAllocator(BaseTokenToKVPoolAllocator):
         self._host = self._make_host_rows(num_rows)
         self._drop_queued_peers()
         self._unpaired = 0
+        self._peers_left_to_callers = False
 
     def _make_host_rows(self, num_rows: int) -> HostRows | None:
         """The mapping by numpy, where it is on a CPU and nobody asked for anything else."""
@@ -403,18 +370,20 @@ class HybridAllocator(BaseTokenToKVPoolAllocator):
             DoubleFreeError: more pages would be free than exist.
         """
         full, swa = self.full_attn_allocator, self.swa_attn_allocator
-        if with_full:
-            full.free_list.require_place_for(pages.size)
         entries = rows.firsts_of(pages)
-        if np.count_nonzero(entries) != entries.size:
-            # Here the host can count; what it does not find has been counted as unpaired.
-            found = entries[entries > 0]
-            self._unpaired = max(0, self._unpaired - (entries.size - found.size))
-            entries = found
+        num_missing = entries.size - int(np.count_nonzero(entries))
+        if num_missing:
+            # Here the host can count, whatever was freed: no 0 enters a list (sglang#38519).
+            entries = entries[entries > 0]
         plain = swa.ledger is None and not swa._group_open
+        # What can fail comes first.
+        if with_full:
+            full.free_list.reserve(pages.size)
         if plain:
-            swa.free_list.require_place_for(entries.size)
+            swa.free_list.reserve(entries.size)
         rows.unmap(pages)
+        if num_missing:
+            self._unpaired = max(0, self._unpaired - num_missing)
         if with_full:
             full.free_list.host_give(pages)
             if full.ledger is not None:
@@ -426,30 +395,37 @@ class HybridAllocator(BaseTokenToKVPoolAllocator):
 
     def _may_miss_peers(self) -> bool:
         """Whether some full page on loan may have no peer."""
-        full = self.full_attn_allocator
+        full, swa = self.full_attn_allocator, self.swa_attn_allocator
         if self._unpaired == 0 and full.lent_alone == 0:
             return False
         # The gaps found so far were pages without a peer, each one counted below, and gone since.
-        self._unpaired += full.lent_alone - self.swa_attn_allocator.take_gaps_closed()
+        self._unpaired += full.lent_alone - swa.take_gaps_closed()
         full.lent_alone = 0
-        if full.is_whole() or self._unpaired < 0:
-            self._unpaired = 0
+        if not self._has_loose_peers() and not (full.is_uncertain() or swa.is_uncertain()):
+            # Every SWA page on loan is the peer of one full page, so the rest have none.
+            self._unpaired = full.num_lent() - swa.num_lent()
+        self._unpaired = max(0, self._unpaired)
         return self._unpaired > 0
 
-    def _forget_unpaired(self, num_slots: int) -> None:
-        """Pages of so many slots, none of which had a peer, have one now or are free."""
-        self._unpaired = max(0, self._unpaired - -(-num_slots // self.page_size))
+    def _has_loose_peers(self) -> bool:
+        """Whether SWA pages may be on loan that no full page maps to."""
+        return self._peers_left_to_callers or self.swa_attn_allocator.lent_alone > 0
+
+    def _forget_unpaired(self, num_pages: int) -> None:
+        """At least so many pages, none of which had a peer, have one now or are free."""
+        self._unpaired = max(0, self._unpaired - num_pages)
 
     def _move_peers(self, kept_pages: torch.Tensor, incoming_pages: torch.Tensor) -> None:
         # Entry by entry: a page on which a tail ended has peers at its front only.
         if self._host is not None:
             self._host.move(on_host(kept_pages), on_host(incoming_pages))
-            self._forget_unpaired(kept_pages.numel())
+            self._forget_unpaired(1)
             return
         rows = self._page_rows[incoming_pages]
         self._clear_pages(incoming_pages)
         self._page_rows[kept_pages] = rows
-        self._forget_unpaired(kept_pages.numel())
+        # One slot may be named several times, so all that is known is that there is one page.
+        self._forget_unpaired(1)
 
     def _unmap_head(self, slots: torch.Tensor, pages: torch.Tensor) -> None:
         """Unmap what a tail allocation lends without a peer: single slots, then whole new pages.

@@ -8,7 +8,7 @@ Left out: the calls that lend slots (`kvcore.allocator.single`), SWA peers (`kvc
 
 from abc import abstractmethod
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +24,14 @@ from kvcore.allocator.base import BaseTokenToKVPoolAllocator
 from kvcore.allocator.ownership import FREE, LENT, PENDING, Ids, PageLedger, on_host
 from kvcore.allocator.pending import PendingFrees, distinct_pages
 from kvcore.free_list import FreeList, Position
+
+
+class GroupEnd(NamedTuple):
+    """What a group releases: pages written into their place, and entries that nobody counted."""
+
+    num_pages: int
+    uncounted: torch.Tensor | None
+    gaps_are_counted: bool
 
 
 class PagePool(BaseTokenToKVPoolAllocator):
@@ -63,7 +71,7 @@ class PagePool(BaseTokenToKVPoolAllocator):
         """Pages lent so far by calls of this object itself, not by an allocator over it."""
         self.free_list = self._make_free_list()
         self.ledger = self._make_ledger() if self.validate else None
-        self.pending: PendingFrees
+        self.pending = PendingFrees(self.page_size, self._index_device)
         """What the open group holds back."""
         self.settled = PendingFrees(self.page_size, self._index_device)
         """What of it concerns nobody else before the group's end."""
@@ -125,9 +133,13 @@ class PagePool(BaseTokenToKVPoolAllocator):
         """Free pages, those set aside by `need_sort` included."""
         return self.free_list.num_pages
 
-    def is_whole(self) -> bool:
-        """Whether every page is known to be free, without counting gaps."""
-        return self.free_list.is_whole()
+    def is_uncertain(self) -> bool:
+        """Whether it takes counting gaps, or a group's end, to say how many pages are on loan."""
+        return self._group_open or self.free_list.has_gaps
+
+    def num_lent(self) -> int:
+        """Pages on loan, of a pool that is not uncertain."""
+        return self.num_pages - self.free_list.num_pages
 
     def take_gaps_closed(self) -> int:
         """The gaps that the free list found in counted entries since this was last asked."""
@@ -365,7 +377,7 @@ class PagePool(BaseTokenToKVPoolAllocator):
         """Make everything freed in the group available."""
         self.require_group("free_group_end", is_open=True)
         self.require_place_for_group()
-        self.close_group()
+        self.close_group(self.prepare_end())
 
     def require_place_for(self, num_pages: int) -> None:
         """Raise DoubleFreeError if more pages would be free than exist."""
@@ -382,7 +394,7 @@ class PagePool(BaseTokenToKVPoolAllocator):
     def settle(self) -> None:
         """Tell what was queued so far from what will be."""
         self.settled.absorb(self.pending)
-        self.pending = PendingFrees(self.page_size, self._index_device)
+        self.pending.clear()
 
     def _whole_queue(self) -> PendingFrees:
         """All that the open group holds back."""
@@ -391,27 +403,30 @@ class PagePool(BaseTokenToKVPoolAllocator):
         whole.absorb(self.pending)
         return whole
 
-    def close_group(self) -> None:
-        """End the group by releasing what it holds back; there is place for it."""
+    def prepare_end(self) -> GroupEnd:
+        """All of a group's end that can fail; until `close_group` the group is open as it was."""
         queue = self._whole_queue()
-        # What can fail comes first: then the group is still open, and nothing is lost.
-        place = self.free_list.place(queue.num_pages) if queue.num_pages else None
+        num_pages = queue.num_pages
+        place = self.free_list.place(num_pages) if num_pages else None
         if place is not None:
             queue.write(place)
             if self._unit > 1:
                 place.mul_(self._unit)
         uncounted = None if queue.is_counted else queue.uncounted_entries(self._unit)
+        return GroupEnd(num_pages, uncounted, queue.gaps_are_counted)
+
+    def close_group(self, end: GroupEnd) -> None:
+        """End the group by releasing what it holds back."""
         self.drop_group()
-        if place is not None:
-            self.commit(place.numel())
-        if uncounted is not None:
-            self.give_entries(uncounted, counted=queue.gaps_are_counted)
+        if end.num_pages:
+            self.commit(end.num_pages)
+        if end.uncounted is not None:
+            self.give_entries(end.uncounted, counted=end.gaps_are_counted)
 
     def drop_group(self) -> None:
         """Close the group and forget what it holds back."""
-        self.pending = PendingFrees(self.page_size, self._index_device)
-        if self.settled:
-            self.settled = PendingFrees(self.page_size, self._index_device)
+        self.pending.clear()
+        self.settled.clear()
         self._group_open = self._group_owned = False
 
     def _no_pages(self) -> torch.Tensor:

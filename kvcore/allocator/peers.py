@@ -18,7 +18,7 @@ from kvcore.allocator.arguments import Segment, as_index
 from kvcore.allocator.host_rows import HostRows
 from kvcore.allocator.hybrid import HybridAllocator
 from kvcore.allocator.ownership import PENDING, Ids
-from kvcore.allocator.pending import without_repetitions
+from kvcore.allocator.pending import PendingFrees, without_repetitions
 
 
 class PeerReleasingAllocator(HybridAllocator):
@@ -137,7 +137,8 @@ class PeerReleasingAllocator(HybridAllocator):
         self._check_free("free_full", slots)
         self._check_peers_released("free_full", slots)
         self._free_full_side(slots)
-        self._forget_unpaired(slots.numel())
+        # Of a larger page, one slot may be named several times.
+        self._forget_unpaired(slots.numel() if self.page_size == 1 else 1)
 
     def free_segment(self, free_index: torch.Tensor, *, start_pos: int) -> None:
         """`free_segments` of a single piece."""
@@ -229,7 +230,7 @@ class PeerReleasingAllocator(HybridAllocator):
             full.queue_segments(indices, full.settled)
         else:
             full.give_firsts(full.firsts_of(indices))
-        self._forget_unpaired(sum(index.numel() for index in indices))
+        self._forget_unpaired(sum(-(-index.numel() // self.page_size) for index in indices))
 
     def _free_full_side(self, slots: torch.Tensor) -> None:
         """Return full pages that have no peer to capture."""
@@ -282,8 +283,9 @@ class PeerReleasingAllocator(HybridAllocator):
             # Both sides before either: a group that cannot end stays open, and nothing is lost.
             full.require_place_for_group()
             swa.require_place_for_group()
-            full.close_group()
-            swa.close_group()
+            ends = full.prepare_end(), swa.prepare_end()
+            full.close_group(ends[0])
+            swa.close_group(ends[1])
         self._group_open = self._group_owned = False
         self._renew_queues()
 
@@ -321,9 +323,9 @@ class PeerReleasingAllocator(HybridAllocator):
     def _end_group_on_host(self, pages: Ids, rows: HostRows) -> None:
         """`_end_plain_group` by the host."""
         full, swa = self.full_attn_allocator, self.swa_attn_allocator
-        full.free_list.require_place_for(pages.size)
-        swa.free_list.require_place_for(int(np.count_nonzero(rows.firsts_of(pages))))
-        # Closed first, so that what is given now is free.
+        full.free_list.reserve(pages.size)
+        swa.free_list.reserve(int(np.count_nonzero(rows.firsts_of(pages))))
+        # Closed first, so that what is given now is free; it cannot fail any more.
         full.drop_group()
         swa.drop_group()
         self._group_open = False
@@ -346,9 +348,9 @@ class PeerReleasingAllocator(HybridAllocator):
                 self._capture_on_host(self._host)
         elif queued:
             # The same page may be queued by `free_swa`, and again by it or by `free`.
-            queued.absorb(full.pending)
-            entries = without_repetitions(self._detach_peers(queued.touched_pages()))
-            swa.give_entries(entries, counted=queued.is_counted)
+            whole = self._all_queued()
+            entries = without_repetitions(self._detach_peers(whole.touched_pages()))
+            swa.give_entries(entries, counted=whole.is_counted)
         elif full.pending:
             pages = full.pending.touched_pages()
             entries = self._detach_peers(pages)
@@ -360,15 +362,19 @@ class PeerReleasingAllocator(HybridAllocator):
                 swa.queue_entries(entries)
         full.settle()
         self._drop_queued_peers()
-        self._renew_queues()
+
+    def _all_queued(self) -> PendingFrees:
+        """What `free_swa` queued, and then what `free` did; the queues stay as they are."""
+        whole = PendingFrees(self.page_size, self._index_device)
+        whole.absorb(self._queued_peers)
+        whole.absorb(self.full_attn_allocator.pending)
+        return whole
 
     def _capture_on_host(self, rows: HostRows) -> None:
         """The same by the host, which sees at once what is there."""
-        full, swa, queued = self.full_attn_allocator, self.swa_attn_allocator, self._queued_peers
-        again = bool(queued)
-        if again:
-            queued.absorb(full.pending)
-        source = queued if again else full.pending
+        full, swa = self.full_attn_allocator, self.swa_attn_allocator
+        again = bool(self._queued_peers)
+        source = self._all_queued() if again else full.pending
         pages = source.touched_on_host()
         entries = rows.firsts_of(pages)
         found = entries[entries > 0]

@@ -56,7 +56,7 @@ class PendingFrees:
 
     @property
     def add_pages(self) -> Callable[[torch.Tensor], None]:
-        """Queues page ids. Good for as long as this queue, and nothing is called in between."""
+        """Queues page ids: an append to a list that stays the same as long as this queue."""
         return self._pages.append
 
     @property
@@ -94,6 +94,13 @@ class PendingFrees:
         """Queue entries, 0 for none."""
         self._entries.append(entries)
         self.gaps_are_counted &= counted
+
+    def clear(self) -> None:
+        """Hold nothing back."""
+        for queued in (self._pages, self._host_pages, self._rows, self._sets, self._entries):
+            queued.clear()
+        self._num_in_rows = 0
+        self.gaps_are_counted = True
 
     def absorb(self, later: "PendingFrees") -> None:
         """Queue what another one of the same pool holds, behind what is here."""

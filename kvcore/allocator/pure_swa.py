@@ -23,8 +23,9 @@ from kvcore.allocator.arguments import (
 )
 from kvcore.allocator.base import BaseTokenToKVPoolAllocator
 from kvcore.allocator.batch import ExtendBatch, SwaTail
-from kvcore.allocator.hybrid import HybridPool, make_pool
+from kvcore.allocator.hybrid import HybridPool
 from kvcore.allocator.ownership import SLID
+from kvcore.allocator.sides import make_pool
 from kvcore.errors import GeometryError, MappingError
 
 
@@ -310,7 +311,7 @@ class PureSWATokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         pool = self.swa_attn_allocator
         # Before anything moves: a group that cannot end stays open, and nothing is lost.
         pool.require_place_for_group()
-        pool.close_group()
+        pool.close_group(pool.prepare_end())
         self._group_open = False
 
     def _queue_once(self) -> None:

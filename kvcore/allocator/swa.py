@@ -292,12 +292,18 @@ class SWATokenToKVPoolAllocator(PeerReleasingAllocator):
         (prefix,), (length,) = batch.host_prefix_lens, batch.host_seq_lens
         before = tail.start // size - -(-prefix // size) if num_swa else 0
         paired, lent = pages[before : before + num_swa], slots.numpy()
-        rows.pair(paired, swa.free_list.host_front(num_swa))
-        if tail.end < length and num_swa > 0 and tail.end % size != 0:
-            rows.unmap_behind(paired[-1:], tail.end % size)
+        alone = np.concatenate((pages[:before], pages[before + num_swa :]))
+        try:
+            rows.pair(paired, swa.free_list.host_front(num_swa))
+            if tail.end < length and num_swa > 0 and tail.end % size != 0:
+                rows.unmap_behind(paired[-1:], tail.end % size)
+        except BaseException:
+            rows.unmap(pages)
+            raise
+        # Last: a page that goes on keeps its entries if anything before this fails.
         for unmapped in (lent[: tail.start - prefix], lent[tail.end - prefix :]):
             rows.unmap_slots(unmapped)
-        rows.unmap(np.concatenate((pages[:before], pages[before + num_swa :])))
+        rows.unmap(alone)
         self._unpaired += num_full - num_swa
         full.advance(num_full)
         swa.advance(num_swa)
@@ -355,7 +361,8 @@ class SWATokenToKVPoolAllocator(PeerReleasingAllocator):
             self._host.pair_slots(full, swa)
         else:
             self._map_pages(full // self.page_size, swa - swa % self.page_size)
-        self._forget_unpaired(full.numel())
+        # One slot may be named several times, so all that is known is that there is one page.
+        self._forget_unpaired(1)
 
     def clear_full_to_swa_mapping(self, full_indices: torch.Tensor) -> None:
         """Unpair lent full slots, integer `[n]`, whole pages; their peers stay with the caller."""
@@ -368,6 +375,7 @@ class SWATokenToKVPoolAllocator(PeerReleasingAllocator):
             self._capture_queued_peers()
         self._clear_pages(full // self.page_size)
         self._unpaired += full.numel()
+        self._peers_left_to_callers = True
 
     def recover_tombstone(self, kept_full: torch.Tensor, incoming_full: torch.Tensor) -> None:
         """Give the peers of `incoming_full` to `kept_full` and free the incoming full pages.
@@ -389,6 +397,9 @@ class SWATokenToKVPoolAllocator(PeerReleasingAllocator):
         self._check_recovery(operation, kept, incoming)
         if self._group_open:
             self._capture_queued_peers()
+        else:
+            # What can fail comes before the peers have moved.
+            self.full_attn_allocator.free_list.reserve(1)
         self._move_peers(kept // self.page_size, incoming // self.page_size)
         self._free_full_side(incoming)
 
@@ -404,6 +415,7 @@ class SWATokenToKVPoolAllocator(PeerReleasingAllocator):
         self._group_open = self._group_owned = False
         self._renew_queues()
         self._unpaired = 0
+        self._peers_left_to_callers = False
 
     def resize(
         self,

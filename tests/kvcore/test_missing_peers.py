@@ -66,6 +66,8 @@ def test_a_recovered_tombstone_has_its_peer(hybrid: Any, laws: Any) -> None:
     kept, incoming = row_of(hybrid, 2), row_of(hybrid, 2)
     hybrid.free_swa_segment(kept, start_pos=0)
     hybrid.recover_tombstone(kept, incoming)
+    # How many pages a set of slots was is known when they have been counted.
+    hybrid.full_available_size()
     hybrid.free_segment(kept, start_pos=0)
     assert not aside(hybrid)
     laws.check_hybrid(hybrid, [])
@@ -173,3 +175,62 @@ def test_on_a_cpu_nothing_waits(
         hybrid.free(slots) if choose.random() < 0.5 else hybrid.free_segment(slots, start_pos=0)
         assert not aside(hybrid)
         laws.check_hybrid(hybrid, [])
+
+
+def test_repeated_slots_hide_no_page_without_a_peer(laws: Any) -> None:
+    hybrid = laws.make_hybrid(4, validate=False)
+    rows = [row_of(hybrid, 2), row_of(hybrid, 3)]
+    hybrid.free_swa_segment(rows[0], start_pos=0)
+    hybrid.free_swa_segment(rows[1], start_pos=0)
+    hybrid.free_full(rows[0][:2].repeat(4))
+    hybrid.free_segment(rows[1], start_pos=0)
+    laws.check_hybrid(hybrid, laws.pages_of(rows[0][4:], 4))
+
+
+def test_an_empty_free_forgets_no_gap(hybrid: Any, laws: Any) -> None:
+    row, other = row_of(hybrid, 2), row_of(hybrid, 1)
+    hybrid.free_swa_segment(row, start_pos=0)
+    for slots in (row, other):
+        hybrid.free_segment(slots, start_pos=0)
+    hybrid.free_group_begin(owned=True)
+    hybrid.free(row[:0])
+    hybrid.free_group_end()
+    again = row_of(hybrid, 3)
+    hybrid.free_swa_segment(again, start_pos=0)
+    hybrid.free_segment(again, start_pos=0)
+    laws.check_hybrid(hybrid, [])
+
+
+def test_a_take_that_is_undone_loses_no_page_that_was_given_with_gaps(
+    page_size: int, laws: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hybrid = laws.make_hybrid(page_size, validate=False, need_sort=True)
+    row = row_of(hybrid, laws.swa_pages)
+    hybrid.free_swa_segment(row[:page_size], start_pos=0)
+    hybrid.free_segment(row, start_pos=0)
+
+    def fail(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(hybrid, "_map_pages", fail)
+        with pytest.raises(KeyboardInterrupt):
+            hybrid.alloc(page_size)
+    laws.check_hybrid(hybrid, [])
+
+
+@pytest.mark.parametrize("owned", [False, True])
+def test_a_side_whose_group_was_opened_again_loses_nothing(
+    laws: Any, owned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("KVCORE_KERNELS")
+    hybrid = laws.make_hybrid(1, validate=False)
+    row = row_of(hybrid, 4)
+    hybrid.free_group_begin(owned=owned)
+    hybrid.free(row[:2])
+    side = hybrid.full_attn_allocator
+    side.free_group_end()
+    side.free_group_begin()
+    hybrid.free(row[2:])
+    hybrid.free_group_end()
+    assert Counter(laws.free_ids(side)) == Counter(range(1, laws.full_pages + 1))
