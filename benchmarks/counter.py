@@ -47,7 +47,7 @@ MASKS = frozenset((torch.bool, torch.uint8))
 ROWS = frozenset(("index_fill_", "index_copy_", "index_add_", "index_fill", "index_copy"))
 """Ops that write the rows that an index names."""
 
-UPLOADS = frozenset((torch.tensor, torch.as_tensor, torch.asarray))
+UPLOADS = frozenset((torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor))
 """Functions that make a device tensor of host values without the dispatcher's knowledge."""
 
 
@@ -164,11 +164,21 @@ class _Uploads(TorchFunctionMode):
         """Count one function and call it."""
         kwargs = kwargs or {}
         made = func(*args, **kwargs)
-        if func in UPLOADS and made.is_meta and not any(t.is_meta for t in _tensors(args)):
+        if func is torch.Tensor.__getitem__ and args[0].is_meta and _lists(args[1]):
+            # An index in a list becomes a tensor on the host, and is copied.
+            self._counter.waits["list from the host"] += 1
+        values = args[1:] if func is torch.Tensor.new_tensor else args
+        if func in UPLOADS and made.is_meta and not any(t.is_meta for t in _tensors(values)):
             self._counter.waits[f"{func.__name__} from the host"] += 1
             self._counter.ops.append(func.__name__)
             self._counter.bytes_written += made.nbytes
         return made
+
+
+def _lists(index: Any) -> bool:
+    """Whether an index has a list of numbers in it."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return any(isinstance(part, list) for part in parts)
 
 
 def _tensors(tree: Any) -> Iterator[torch.Tensor]:
@@ -193,8 +203,8 @@ def _shape_answer(name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str
     """Where the shape of the answer depends on values, the answer in which every entry stays."""
     masks = _masks(args) if name in ("index", "index_put_", "_index_put_impl_") else []
     if name == "index" and masks:
-        (mask,) = masks
-        return args[0].new_empty((mask.numel(), *args[0].shape[mask.dim() :]))
+        dims = sum(mask.dim() for mask in masks)
+        return args[0].new_empty((masks[0].numel(), *args[0].shape[dims:]))
     if masks:
         return args[0]
     if name not in SHAPES or kwargs.get("output_size") is not None:

@@ -32,6 +32,9 @@ from kvcore.targets.recording_tape import (
 )
 from kvcore.targets.recording_translation import Translation, translate, write_translation
 
+MOST = 2**63 - 1
+"""The largest number that a record holds."""
+
 RAW_SUFFIX = ".raw"
 """What the raw recording's file name has behind that of its trace."""
 
@@ -189,7 +192,8 @@ class _Wrapping:
         """`alloc`."""
 
         def write(need_size: int, **more: Any) -> None:
-            self._tape.plain(tag, int(need_size))
+            # A number that no pool has is the allocator's to refuse.
+            self._tape.plain(tag, max(-MOST, min(int(need_size), MOST)))
 
         return self._guarded(method, write, lends=True)
 
@@ -206,7 +210,7 @@ class _Wrapping:
             **more: Any,
         ) -> None:
             tape = self._tape
-            tape.plain(tag, int(extend_num_tokens))
+            tape.plain(tag, max(-MOST, min(int(extend_num_tokens), MOST)))
             tape.tensor(Mark.PART, 0, prefix_lens_cpu)
             tape.tensor(Mark.PART, 0, seq_lens_cpu)
             tape.tensor(Mark.PART, 0, last_loc)
@@ -228,7 +232,7 @@ class _Wrapping:
             **more: Any,
         ) -> None:
             tape, end = self._tape, -1 if swa_tail_end is None else int(swa_tail_end)
-            tape.plain(tag, int(swa_tail_len))
+            tape.plain(tag, max(-MOST, min(int(swa_tail_len), MOST)))
             tape.tensor(Mark.PART, 0, prefix_lens_cpu)
             tape.tensor(Mark.PART, 0, seq_lens_cpu)
             tape.tensor(Mark.PART, 0, last_loc)
@@ -435,7 +439,11 @@ def record(allocator: Any, path: str | Path, *, target: str | None = None) -> Re
             than a trace can name, or a path that cannot be written.
     """
     header, kind = describe(allocator, target)
-    return Recording(allocator, Path(path), header, kind)
+    trace = Path(path)
+    # Now, and not when a session of hours has ended.
+    if trace.exists():
+        raise RecordingError(f"{trace}: exists already: remove it, or record to another path")
+    return Recording(allocator, trace, header, kind)
 
 
 def _peers(allocator: Any) -> Peers:

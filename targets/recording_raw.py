@@ -164,7 +164,13 @@ def read_raw(path: Path) -> Recorded:
         raise RecordingError(f"{path}: cannot be read: {error.strerror}") from None
     header, start = _read_header(data, path)
     calls: list[RawCall] = []
-    ended = _read_calls(data, start, calls)
+    try:
+        ended = _read_calls(data, start, calls)
+    except (ValueError, IndexError):
+        # A tag that means nothing: the file was damaged, and what follows cannot be told.
+        raise RecordingError(
+            f"{path}: damaged behind call {len(calls)}, expected the records of a recording"
+        ) from None
     last = calls[-1] if calls else None
     has_peers = header.geometry.hybrid and last is not None and last.side is Side.WHOLE
     if last is not None and has_peers and len(last.peers) < len(last.slots):

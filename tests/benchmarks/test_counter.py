@@ -104,6 +104,8 @@ def test_a_shape_that_depends_on_values_is_a_wait_and_the_count_goes_on(
 @pytest.mark.parametrize(
     "sequence",
     [
+        lambda x: x.new_tensor([1, 2, 3]),
+        lambda x: x[[0, 1, 2]],
         lambda x: torch.tensor([1, 2], device=DEVICE),
         lambda x: torch.as_tensor([1, 2], device=DEVICE),
         lambda x: HOST.to(DEVICE),

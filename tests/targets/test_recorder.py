@@ -240,3 +240,25 @@ def test_a_file_that_is_cut_off_in_its_calls_is_read_up_to_there(raw: Path) -> N
 def test_a_missing_file_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(RecordingError, match="cannot be read: No such file or directory"):
         read_raw(tmp_path / "nothing.raw")
+
+
+def test_a_damaged_file_is_one_sentence(raw: Path) -> None:
+    data = bytearray(raw.read_bytes())
+    start = PRELUDE.size + int.from_bytes(data[PRELUDE.size - 4 : PRELUDE.size], "little")
+    data[start + 14 : start + 16] = (0x00FE).to_bytes(2, "little")
+    raw.write_bytes(data)
+    with pytest.raises(RecordingError, match="damaged behind call 0"):
+        read_raw(raw)
+
+
+def test_a_trace_that_is_there_is_not_written_over(path: Path) -> None:
+    path.write_text("precious\n")
+    with pytest.raises(RecordingError, match="exists already"):
+        record(hybrid(), path)
+    assert path.read_text() == "precious\n"
+
+
+def test_a_number_that_no_pool_has_is_the_allocators_to_refuse(path: Path) -> None:
+    allocator = hybrid()
+    with record(allocator, path):
+        assert allocator.alloc(2**70) is None
