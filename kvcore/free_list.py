@@ -252,7 +252,8 @@ class FreeList(ABC):
         Raises:
             DoubleFreeError: more pages would be free than exist.
         """
-        self.require_place_for(num_pages)
+        if self._end - self._head + self._num_released + num_pages > self._capacity:
+            self.require_place_for(num_pages)
         if not self._need_sort:
             self._place(num_pages)
 

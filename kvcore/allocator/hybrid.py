@@ -30,7 +30,7 @@ from kvcore.allocator.arguments import Segment, as_locations, as_segments, pool_
 from kvcore.allocator.base import BaseTokenToKVPoolAllocator
 from kvcore.allocator.batch import DecodeBatch, ExtendBatch
 from kvcore.allocator.host_rows import HostRows
-from kvcore.allocator.ownership import FREE, Ids, PeerGuard, on_host
+from kvcore.allocator.ownership import Ids, PeerGuard, on_host
 from kvcore.allocator.pending import PendingFrees
 from kvcore.allocator.sides import make_pool
 from kvcore.allocator.single import SinglePoolAllocator
@@ -375,20 +375,19 @@ class HybridAllocator(BaseTokenToKVPoolAllocator):
         if num_missing:
             # Here the host can count, whatever was freed: no 0 enters a list (sglang#38519).
             entries = entries[entries > 0]
-        plain = swa.ledger is None and not swa._group_open
         # What can fail comes first.
         if with_full:
             full.free_list.reserve(pages.size)
-        if plain:
-            swa.free_list.reserve(entries.size)
+        swa.free_list.reserve(entries.size)
         rows.unmap(pages)
         if num_missing:
             self._unpaired = max(0, self._unpaired - num_missing)
         if with_full:
-            full.free_list.host_give(pages)
-            if full.ledger is not None:
-                full.ledger.mark(pages, FREE)
-        if plain:
+            if full.ledger is None and not full._group_open:
+                full.free_list.host_give(pages)
+            else:
+                full.give_host_pages(pages.copy())
+        if swa.ledger is None and not swa._group_open:
             swa.free_list.host_give(entries)
         else:
             swa.give_host_pages(entries // self.page_size)

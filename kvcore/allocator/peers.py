@@ -43,6 +43,8 @@ class PeerReleasingAllocator(HybridAllocator):
             queue(slots)
         elif (queue_copy := self._queue_copy) is not None:
             queue_copy(slots.numpy().copy())
+        elif (rows := self._host) is not None and self._plain_slots and not self._group_open:
+            self._give_on_host(slots.numpy(), rows, with_full=True)
         else:
             self._free(slots)
 
