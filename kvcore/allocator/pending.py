@@ -69,6 +69,8 @@ class PendingFrees:
         if not (self._pages or self._rows):
             queued = self._host_pages
             return queued[0] if len(queued) == 1 else np.concatenate(queued)
+        if not (self._rows or self._host_pages):
+            return on_host(self._pages[0] if len(self._pages) == 1 else torch.cat(self._pages))
         if self._rows and not (self._pages or self._host_pages):
             return on_host(self._one_slot_a_page()) // self._page_size
         return on_host(self.counted_pages())
