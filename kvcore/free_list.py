@@ -113,10 +113,6 @@ class FreeList(ABC):
         self.close_gaps()
         return self._ids(self._released[: self._num_released])
 
-    def is_whole(self) -> bool:
-        """Whether every page is known to be free, without counting gaps."""
-        return self._end - self._head + self._num_released == self._capacity
-
     def take_gaps_closed(self) -> int:
         """Gaps found since this was last asked in what was given with gaps and `counted`."""
         found, self._gaps_closed = self._gaps_closed, 0
@@ -322,12 +318,14 @@ class FreeList(ABC):
             return
         numbers = torch.stack([torch.count_nonzero(given) for given, _ in self._with_gaps]).tolist()
         self.require_place_for(sum(numbers))
-        waiting, self._with_gaps = self._with_gaps, []
-        for (entries, counted), number in zip(waiting, numbers, strict=True):
+        for number in numbers:
+            entries, counted = self._with_gaps[0]
             # Page 0 must never enter (sglang#38519): what is left goes to the front, in order.
             order = torch.argsort(entries == 0, stable=True)
             torch.index_select(entries, 0, order[:number], out=self.place(number))
+            # One at a time: whatever fails, each is either free or still aside.
             self.commit(number)
+            del self._with_gaps[0]
             if counted:
                 self._gaps_closed += entries.numel() - number
 

@@ -39,9 +39,9 @@ class BaseTokenToKVPoolAllocator(ABC):
         need_sort: keep freed pages aside and merge them in ascending order on demand.
         validate: check values; None means environment variable KVCORE_VALIDATE.
 
-    Slots of batches are computed by Triton's kernels on a CUDA device where Triton is installed,
-    and by torch otherwise; environment variable KVCORE_KERNELS (`torch`, `triton`) decides when an
-    allocator is built.
+    Slots, lists and mappings are computed by Triton's kernels on a CUDA device where Triton is
+    installed, by numpy on a CPU, and by torch otherwise; environment variable KVCORE_KERNELS
+    (`torch`, `triton`) decides when an allocator is built.
     """
 
     by_numpy: ClassVar[bool] = True

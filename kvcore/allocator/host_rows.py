@@ -51,10 +51,6 @@ class HostRows:
             slots = np.concatenate([index.numpy()[::size] for index in indices])
         return slots if size == 1 else slots // size
 
-    def pages_touched(self, slots: torch.Tensor) -> Ids:
-        """The pages that slots touch, ascending, each once: int64 `[n]`."""
-        return np.unique(slots.numpy() // self._page_size)
-
     def firsts_of(self, pages: Ids) -> Ids:
         """The first entry of each page, 0 for none: int64 `[n]`."""
         entries: Ids = self._entries[pages if self._page_size == 1 else pages * self._page_size]

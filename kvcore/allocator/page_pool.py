@@ -22,7 +22,7 @@ from kvcore.allocator.arguments import (
 )
 from kvcore.allocator.base import BaseTokenToKVPoolAllocator
 from kvcore.allocator.ownership import FREE, LENT, PENDING, Ids, PageLedger, on_host
-from kvcore.allocator.pending import PendingFrees, distinct_pages
+from kvcore.allocator.pending import PendingFrees, distinct_pages, pages_on_host
 from kvcore.free_list import FreeList, Position
 
 
@@ -128,11 +128,6 @@ class PagePool(BaseTokenToKVPoolAllocator):
         """`pending_pages` as numbers."""
         return sorted(self.settled.page_set(self._unit) | self.pending.page_set(self._unit))
 
-    @property
-    def num_free_pages(self) -> int:
-        """Free pages, those set aside by `need_sort` included."""
-        return self.free_list.num_pages
-
     def is_uncertain(self) -> bool:
         """Whether it takes counting gaps, or a group's end, to say how many pages are on loan."""
         return self._group_open or self.free_list.has_gaps
@@ -221,7 +216,7 @@ class PagePool(BaseTokenToKVPoolAllocator):
         Without `validate` nothing waits for the device.
         """
         if self._by_host:
-            self.give_host_pages(np.unique(slots.numpy() // self.page_size))
+            self.give_host_pages(pages_on_host(slots, self.page_size))
             return
         pages = self.touched_pages(slots)
         if self.ledger is not None:

@@ -18,7 +18,7 @@ from kvcore.allocator.arguments import Segment, as_index
 from kvcore.allocator.host_rows import HostRows
 from kvcore.allocator.hybrid import HybridAllocator
 from kvcore.allocator.ownership import PENDING, Ids
-from kvcore.allocator.pending import PendingFrees, without_repetitions
+from kvcore.allocator.pending import PendingFrees, pages_on_host, without_repetitions
 
 
 class PeerReleasingAllocator(HybridAllocator):
@@ -79,7 +79,7 @@ class PeerReleasingAllocator(HybridAllocator):
         """Return the pages touched and their peers, as many as they are."""
         full = self.full_attn_allocator
         if self._host is not None and not full._group_open:
-            self._give_on_host(self._host.pages_touched(slots), self._host, with_full=True)
+            self._give_on_host(pages_on_host(slots, self.page_size), self._host, with_full=True)
             return
         if full.ledger is not None:
             pages = full.pages_of(slots)
@@ -117,7 +117,7 @@ class PeerReleasingAllocator(HybridAllocator):
                 self._guard.mark_queued(slots)
             self.full_attn_allocator.queue_set(slots, self._queued_peers)
         elif self._host is not None:
-            pages = self._host.pages_touched(slots)
+            pages = pages_on_host(slots, self.page_size)
             self._give_on_host(pages, self._host, with_full=False)
             count = pages.size
         elif self.page_size > 1:
@@ -238,7 +238,7 @@ class PeerReleasingAllocator(HybridAllocator):
         """Return full pages that have no peer to capture."""
         full = self.full_attn_allocator
         if self._by_host and self.page_size > 1 and self._group_open:
-            pages = np.unique(slots.numpy() // self.page_size)
+            pages = pages_on_host(slots, self.page_size)
             full.settled.add_host_pages(pages)
             if full.ledger is not None:
                 full.ledger.mark(pages, PENDING)

@@ -9,7 +9,7 @@ Four kinds, by what the host knows about them:
     entries   what a free list keeps of each page, 0 where there is none: the device alone knows how
               many are left
 
-Left out: when the group ends (`kvcore.allocator.single`, `kvcore.allocator.swa`).
+Left out: when the group ends (`kvcore.allocator.page_pool`, `kvcore.allocator.peers`).
 """
 
 from collections.abc import Callable
@@ -173,8 +173,7 @@ class PendingFrees:
         pages = self.counted_on_host() if self._pages or self._rows or self._host_pages else None
         if not self._sets:
             return np.empty(0, dtype=np.int64) if pages is None else pages
-        slots = np.concatenate([on_host(slots) for slots in self._sets])
-        in_sets: Ids = np.unique(slots // self._page_size)
+        in_sets = pages_on_host(torch.cat(self._sets), self._page_size)
         return in_sets if pages is None else np.concatenate((pages, in_sets))
 
     def merged(self) -> "PendingFrees":
@@ -222,6 +221,12 @@ def distinct_pages(slots: torch.Tensor, page_size: int) -> torch.Tensor:
     `torch.unique` would wait for the device to learn how many there are.
     """
     return without_repetitions(torch.floor_divide(slots, page_size))
+
+
+def pages_on_host(slots: torch.Tensor, page_size: int) -> Ids:
+    """The pages that slots on a CPU touch, ascending, each once: int64 `[n]`."""
+    pages: Ids = np.unique(slots.numpy() // page_size)
+    return pages
 
 
 def without_repetitions(numbers: torch.Tensor) -> torch.Tensor:

@@ -398,8 +398,11 @@ class SWATokenToKVPoolAllocator(PeerReleasingAllocator):
         if self._group_open:
             self._capture_queued_peers()
         else:
-            # What can fail comes before the peers have moved.
-            self.full_attn_allocator.free_list.reserve(1)
+            # What can fail comes before the peers have moved. Only a list of single slots may have
+            # to move, and there each incoming slot is a page.
+            self.full_attn_allocator.free_list.reserve(
+                incoming.numel() if self.page_size == 1 else 1
+            )
         self._move_peers(kept // self.page_size, incoming // self.page_size)
         self._free_full_side(incoming)
 

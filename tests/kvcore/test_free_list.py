@@ -193,6 +193,27 @@ def test_too_many_pages_with_gaps_are_refused_and_stay_aside() -> None:
     assert pages.free_pages.tolist() == [1, 2, 3]
 
 
+def test_a_count_that_fails_halfway_leaves_what_is_left_aside(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pages = make(6)
+    taken = pages.take(4)
+    for part in (taken[:2], taken[2:]):
+        pages.give_with_gaps(torch.cat((part, torch.tensor([0]))))
+    places, place = iter([pages.place, None]), pages.place
+
+    def one_place(number: int) -> torch.Tensor:
+        if next(places) is None:
+            raise MemoryError
+        return place(number)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pages, "place", one_place)
+        with pytest.raises(MemoryError):
+            pages.close_gaps()
+    assert sorted(pages.free_pages.tolist()) == [1, 2, 3, 4, 5, 6]
+
+
 @pytest.mark.parametrize("newest_first", [False, True])
 @pytest.mark.parametrize("need_sort", [False, True])
 def test_every_page_is_in_one_place_whatever_is_taken_and_given(
@@ -264,10 +285,10 @@ def test_what_is_written_into_a_place_is_free_when_it_is_committed() -> None:
         taken = pages.take(2)
         pages.place(2).copy_(taken)
         assert pages.free_pages.tolist() == [3, 4]
-        assert not pages.is_whole()
+        assert pages.num_pages == 2
         pages.commit(2)
         assert sorted(pages.free_pages.tolist()) == [1, 2, 3, 4]
-        assert pages.is_whole()
+        assert pages.num_pages == 4
         with pytest.raises(DoubleFreeError, match="give of 1 pages to 4 free ones"):
             pages.place(1)
 

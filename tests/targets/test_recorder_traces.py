@@ -85,7 +85,8 @@ def test_a_recorded_session_plays_again_to_the_same_end(geometry: Geometry, tmp_
         target = factory(geometry)
         assert isinstance(target, AllocatorTarget)
         run, walker = Run(target, period=20), Walker(random.Random(seed), 40)
-        allocator: Any = target.dialect.allocator  # type: ignore[attr-defined]
+        dialect: Any = target.dialect
+        allocator = dialect.allocator
         recording = record(allocator, tmp_path / f"{seed}.jsonl")
         while (op := walker.next_op(run.model)) is not None:
             run.step(op)
