@@ -267,6 +267,17 @@ class FreeList(ABC):
         self.host_place(entries.size)[:] = entries
         self.commit(entries.size)
 
+    def host_give_both(self, entries: Ids, other: "FreeList", others: Ids) -> None:
+        """`host_give` to this list and to another one, or to neither.
+
+        Raises:
+            DoubleFreeError: in either more pages would be free than exist.
+        """
+        self.reserve(entries.size)
+        other.reserve(others.size)
+        self.host_give(entries)
+        other.host_give(others)
+
     def commit(self, num_pages: int) -> None:
         """What was written into `place(num_pages)` is free."""
         if self._need_sort:
@@ -391,6 +402,22 @@ class SlotLog(FreeList):
         self._host_store[self._end : end] = entries
         self._end = end
 
+    def host_give_both(self, entries: Ids, other: FreeList, others: Ids) -> None:
+        """See the base class; written out for two logs that have room, as a pair of pools has."""
+        if type(other) is SlotLog and not (self._need_sort or other._need_sort):
+            end, other_end = self._end + entries.size, other._end + others.size
+            if (
+                end <= self._store_size
+                and end - self._head <= self._capacity
+                and other_end <= other._store_size
+                and other_end - other._head <= other._capacity
+            ):
+                self._host_store[self._end : end] = entries
+                other._host_store[other._end : other_end] = others
+                self._end, other._end = end, other_end
+                return
+        super().host_give_both(entries, other, others)
+
     def _move(self) -> None:
         """Go on in new storage; what was lent as a view of the old one keeps it alive."""
         queued = self._store[self._head : self._end]
@@ -422,3 +449,14 @@ class PageStack(FreeList):
             return
         self._host_store[head : self._head] = entries
         self._head = head
+
+    def host_give_both(self, entries: Ids, other: FreeList, others: Ids) -> None:
+        """See the base class; written out for two stacks that have room, as a pair of pools has."""
+        if type(other) is PageStack and not (self._need_sort or other._need_sort):
+            head, other_head = self._head - entries.size, other._head - others.size
+            if head >= 0 and other_head >= 0:
+                self._host_store[head : self._head] = entries
+                other._host_store[other_head : other._head] = others
+                self._head, other._head = head, other_head
+                return
+        super().host_give_both(entries, other, others)

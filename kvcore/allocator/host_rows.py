@@ -12,6 +12,12 @@ import torch
 from kvcore.allocator.batch import DecodeBatch, ExtendBatch
 from kvcore.allocator.ownership import Ids
 
+INT64 = np.dtype(np.int64)
+"""Of the array over every int64 tensor: the very object."""
+
+NOT_ON_HOST = np.empty((), dtype=np.bool_)
+"""Stands for the array over a tensor that has none."""
+
 
 class HostRows:
     """Entries of a mapping, a row a page.
@@ -27,6 +33,10 @@ class HostRows:
         self._mapping: Ids = mapping.numpy()
         self._entries: Ids = self._mapping[: num_rows * page_size]
         self._rows = self._entries.reshape(num_rows, page_size)
+        self.firsts: Ids = self._rows[:, 0]
+        """The first entry of each page, 0 for none; a view."""
+        self.by_page: Ids = self._entries if page_size == 1 else self._rows
+        """What is written of each page: one entry, or its row; a view."""
         self._offsets = np.arange(page_size, dtype=np.int64)
 
     def translated(self, locations: torch.Tensor) -> torch.Tensor:
@@ -51,17 +61,9 @@ class HostRows:
             slots = np.concatenate([index.numpy()[::size] for index in indices])
         return slots if size == 1 else slots // size
 
-    def firsts_of(self, pages: Ids) -> Ids:
-        """The first entry of each page, 0 for none: int64 `[n]`."""
-        entries: Ids = self._entries[pages if self._page_size == 1 else pages * self._page_size]
-        return entries
-
     def unmap(self, pages: Ids) -> None:
         """Clear every entry of the pages."""
-        if self._page_size == 1:
-            self._entries[pages] = 0
-        else:
-            self._rows[pages] = 0
+        self.by_page[pages] = 0
 
     def unmap_slots(self, slots: Ids) -> None:
         """Clear the entries of single slots, int64 `[n]`."""

@@ -103,7 +103,6 @@ class HybridAllocator(BaseTokenToKVPoolAllocator):
         self.swa_attn_allocator = self._make_side(
             size_swa, split.swa_kv_pool if split is not None else None, "SWA", lists_slots=True
         )
-        # Nothing is checked, and slots are pages.
         self._plain_slots = self.page_size == 1 and not self.validate
         self._queue_owned: Callable[[torch.Tensor], None] | None = None
         self._queue_copy: Callable[[Ids], None] | None = None
@@ -139,6 +138,8 @@ class HybridAllocator(BaseTokenToKVPoolAllocator):
         self._first_entries = self._page_rows[:, 0]
         self._mapped = _Mapped(mapping=self.full_to_swa_index_mapping, page_size=self.page_size)
         self._host = self._make_host_rows(num_rows)
+        # Where nothing is checked, and slots are pages.
+        self._host_slots = self._host if self._plain_slots else None
         self._drop_queued_peers()
         self._unpaired = 0
         self._peers_left_to_callers = False
@@ -305,7 +306,7 @@ class HybridAllocator(BaseTokenToKVPoolAllocator):
             return self._detach_firsts(firsts, None, place)
         if self._host is not None:
             pages = on_host(full_pages)
-            entries = torch.from_numpy(self._host.firsts_of(pages))
+            entries = torch.from_numpy(self._host.firsts[pages])
             self._host.unmap(pages)
             return entries if place is None else place.copy_(entries)
         if place is None:
@@ -370,27 +371,28 @@ class HybridAllocator(BaseTokenToKVPoolAllocator):
             DoubleFreeError: more pages would be free than exist.
         """
         full, swa = self.full_attn_allocator, self.swa_attn_allocator
-        entries = rows.firsts_of(pages)
-        num_missing = entries.size - int(np.count_nonzero(entries))
+        entries: Ids = rows.firsts[pages]
+        num_found = int(np.count_nonzero(entries))
+        num_missing = entries.size - num_found
         if num_missing:
             # Here the host can count, whatever was freed: no 0 enters a list (sglang#38519).
             entries = entries[entries > 0]
         # What can fail comes first.
-        if with_full:
-            full.free_list.reserve(pages.size)
-        swa.free_list.reserve(entries.size)
-        rows.unmap(pages)
+        if full.ledger is None and not (full._group_open or swa._group_open):
+            if with_full:
+                full.free_list.host_give_both(pages, swa.free_list, entries)
+            else:
+                swa.free_list.host_give(entries)
+        else:
+            if with_full:
+                full.free_list.reserve(pages.size)
+            swa.free_list.reserve(num_found)
+            if with_full:
+                full.give_host_pages(pages.copy())
+            swa.give_host_pages(entries // self.page_size)
+        rows.by_page[pages] = 0
         if num_missing:
             self._unpaired = max(0, self._unpaired - num_missing)
-        if with_full:
-            if full.ledger is None and not full._group_open:
-                full.free_list.host_give(pages)
-            else:
-                full.give_host_pages(pages.copy())
-        if swa.ledger is None and not swa._group_open:
-            swa.free_list.host_give(entries)
-        else:
-            swa.give_host_pages(entries // self.page_size)
 
     def _may_miss_peers(self) -> bool:
         """Whether some full page on loan may have no peer."""

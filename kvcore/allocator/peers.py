@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from kvcore.allocator.arguments import Segment, as_index
-from kvcore.allocator.host_rows import HostRows
+from kvcore.allocator.host_rows import INT64, NOT_ON_HOST, HostRows
 from kvcore.allocator.hybrid import HybridAllocator
 from kvcore.allocator.ownership import PENDING, Ids
 from kvcore.allocator.pending import PendingFrees, pages_on_host, without_repetitions
@@ -28,25 +28,24 @@ class PeerReleasingAllocator(HybridAllocator):
 
     def free(self, free_index: torch.Tensor) -> None:
         """Return full pages and their peers; a page without a peer on the full side alone."""
-        # What nearly every call passes; `_is_plain` written out, for this and what follows is all
-        # that a free in a group costs.
-        if (
-            type(free_index) is torch.Tensor
-            and free_index.dtype is torch.int64
-            and free_index.dim() == 1
-            and (free_index.is_cpu if self._on_cpu else free_index.device == self._index_device)
-        ):
-            slots = free_index
-        else:
-            slots = as_index("free", free_index, self._index_device)
+        # What nearly every call passes, written out: a call of ours costs as much as one of numpy's.
         if (queue := self._queue_owned) is not None:
-            queue(slots)
-        elif (queue_copy := self._queue_copy) is not None:
-            queue_copy(slots.numpy().copy())
-        elif (rows := self._host) is not None and self._plain_slots and not self._group_open:
-            self._give_on_host(slots.numpy(), rows, with_full=True)
-        else:
-            self._free(slots)
+            if self._is_plain(free_index):
+                queue(free_index)
+                return
+        elif (rows := self._host_slots) is not None and type(free_index) is torch.Tensor:
+            try:
+                ids = free_index.numpy()
+            except (RuntimeError, TypeError):
+                ids = NOT_ON_HOST
+            if ids.dtype is INT64 and ids.ndim == 1:
+                if (queue_copy := self._queue_copy) is not None:
+                    queue_copy(ids.copy())
+                    return
+                if not self._group_open:
+                    self._give_on_host(ids, rows, with_full=True)
+                    return
+        self._free(as_index("free", free_index, self._index_device))
 
     def _free(self, slots: torch.Tensor) -> None:
         """`free` of an int64 vector, where nothing is as simple as in a group of single slots."""
@@ -96,15 +95,18 @@ class PeerReleasingAllocator(HybridAllocator):
 
         Pages without a peer are skipped.
         """
-        slots = free_index
-        if not self._is_plain(slots):
-            slots = as_index("free_swa", free_index, self._index_device)
-        rows = self._host
-        if rows is not None and self._plain_slots and not self._group_open:
-            pages: Ids = slots.numpy()
-            self._give_on_host(pages, rows, with_full=False)
-            self._unpaired += pages.size
-        elif slots.numel() > 0:
+        rows = self._host_slots
+        if rows is not None and not self._group_open and type(free_index) is torch.Tensor:
+            try:
+                ids = free_index.numpy()
+            except (RuntimeError, TypeError):
+                ids = NOT_ON_HOST
+            if ids.dtype is INT64 and ids.ndim == 1:
+                self._give_on_host(ids, rows, with_full=False)
+                self._unpaired += ids.size
+                return
+        slots = as_index("free_swa", free_index, self._index_device)
+        if slots.numel() > 0:
             self._free_swa(slots)
 
     def _free_swa(self, slots: torch.Tensor) -> None:
@@ -144,10 +146,38 @@ class PeerReleasingAllocator(HybridAllocator):
 
     def free_segment(self, free_index: torch.Tensor, *, start_pos: int) -> None:
         """`free_segments` of a single piece."""
-        if self.validate or not self._is_plain_segment(free_index, start_pos):
+        rows, pages = self._host, self._pages_at_once(free_index, start_pos)
+        if rows is not None and pages is not None:
+            self._give_on_host(pages, rows, with_full=True)
+        elif self.validate or not self._is_plain_segment(free_index, start_pos):
             self.return_segments("free_segment", [(free_index, start_pos)])
         elif free_index.numel() > 0:
             self._return_segments([free_index])
+
+    def _pages_at_once(self, index: torch.Tensor, start_pos: int) -> Ids | None:
+        """The pages of a piece of a row, if the host is to free them now and checks no values.
+
+        None too if anything about the arguments is unusual.
+        """
+        size = self.page_size
+        if (
+            self._host is None
+            or self.validate
+            or self._group_open
+            or type(index) is not torch.Tensor
+            or type(start_pos) is not int
+            or start_pos < 0
+            or start_pos % size != 0
+        ):
+            return None
+        try:
+            slots = index.numpy()
+        except (RuntimeError, TypeError):
+            return None
+        if slots.dtype is not INT64 or slots.ndim != 1:
+            return None
+        pages: Ids = slots if size == 1 else slots[::size] // size
+        return pages
 
     def _is_plain_segment(self, index: torch.Tensor, start_pos: int) -> bool:
         """`_is_plain`, and a start that `as_segments` would take."""
@@ -192,6 +222,11 @@ class PeerReleasingAllocator(HybridAllocator):
 
     def free_swa_segment(self, free_index: torch.Tensor, *, start_pos: int) -> None:
         """`free_swa_segments` of a single piece."""
+        rows, pages = self._host, self._pages_at_once(free_index, start_pos)
+        if rows is not None and pages is not None:
+            self._give_on_host(pages, rows, with_full=False)
+            self._unpaired += pages.size
+            return
         if self.validate or not self._is_plain_segment(free_index, start_pos):
             indices = self._checked_segments("free_swa_segment", [(free_index, start_pos)])
         else:
@@ -268,7 +303,7 @@ class PeerReleasingAllocator(HybridAllocator):
         pending = self.full_attn_allocator.pending
         if self._group_owned:
             self._queue_owned = pending.add_pages
-        elif self._by_host:
+        elif self._host is not None:
             self._queue_copy = pending.add_host_pages
 
     def free_group_end(self) -> None:
@@ -326,7 +361,7 @@ class PeerReleasingAllocator(HybridAllocator):
         """`_end_plain_group` by the host."""
         full, swa = self.full_attn_allocator, self.swa_attn_allocator
         full.free_list.reserve(pages.size)
-        swa.free_list.reserve(int(np.count_nonzero(rows.firsts_of(pages))))
+        swa.free_list.reserve(int(np.count_nonzero(rows.firsts[pages])))
         # Closed first, so that what is given now is free; it cannot fail any more.
         full.drop_group()
         swa.drop_group()
@@ -378,7 +413,7 @@ class PeerReleasingAllocator(HybridAllocator):
         again = bool(self._queued_peers)
         source = self._all_queued() if again else full.pending
         pages = source.touched_on_host()
-        entries = rows.firsts_of(pages)
+        entries = rows.firsts[pages]
         found = entries[entries > 0]
         if again:
             found = np.unique(found)
