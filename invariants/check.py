@@ -30,6 +30,8 @@ class Check(msgspec.Struct):
     @property
     def host(self) -> HostView:
         """The view after the op in plain lists, made when a law first asks for it."""
+        if (listed := self.after.listed) is not None:
+            return listed
         if self._host is None:
             self._host = self.after.host()
         return self._host

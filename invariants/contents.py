@@ -45,11 +45,25 @@ def stamps(check: Check) -> list[Clause]:
 def _known_of(model: Model, stream: Stream) -> tuple[list[int], list[int], list[int]]:
     """The slots of all lent pages on the side of a stream of which something is known, the stamp of
     each, and the same stamps with the other sign."""
-    geometry = model.geometry
+    geometry, size = model.geometry, model.page_size
     slots: list[int] = []
     stamps: list[int] = []
-    for _, page in model.lent_pages():
-        if own := page_stamps(stream, page, geometry):
+    pages = [page for _, page in model.lent_pages()]
+    # `page_stamps` and `page_place`, written out for the sides that nearly every pool has.
+    if stream.side == "full":
+        for page in pages:
+            own, start = page.full_stamps, page.full * size
+            slots += range(start, start + len(own))
+            stamps += own
+    elif stream.side == "SWA":
+        for page in pages:
+            if page.swa:
+                own, start = page.swa_stamps, page.swa * size
+                slots += range(start, start + len(own))
+                stamps += own
+    else:
+        for page in pages:
+            own = page_stamps(stream, page, geometry)
             number, size = page_place(stream, page, geometry)
             slots += range(number * size, number * size + len(own))
             stamps += own

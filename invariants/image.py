@@ -57,7 +57,7 @@ class ListImage:
         """See `Image`. Every clause of the laws is in here: the free pages are those of the books,
         each once; the entries of the mapping are what the books say; and the books have each page
         in one place."""
-        places, model, host = self._places, self._model, check.host
+        places, model, host = self._places, self._model, check.after.listed or check.host
         changed = places.follow()
         seen, free = host.full_free, model.full.free
         if len(seen) != len(free) or set(seen) != free:

@@ -149,6 +149,8 @@ class FreeList(ABC):
         self._head, self._end = start, start + num_pages
         if self._on_cpu:
             self._host_store: Ids = store.numpy()
+            # Where the compiled form of a free finds it (`_native.c`).
+            self._address = store.data_ptr()
 
     # -- taking --------------------------------------------------------------------------------
 
@@ -156,7 +158,7 @@ class FreeList(ABC):
         """Whether `take(num_pages)` would succeed; counts gaps only if the rest is too little."""
         if num_pages <= self._end - self._head + self._num_released:
             return True
-        return num_pages <= self.num_pages
+        return bool(self._with_gaps) and num_pages <= self.num_pages
 
     def front(self, num_pages: int) -> torch.Tensor:
         """The entries that would be taken next: int64 `[num_pages]`, a view.

@@ -67,7 +67,7 @@ class Books:
         """(sequence, page) for every page that a live row holds."""
         for seq, row in self.rows.items():
             for page in row.pages:
-                if not page.gone:
+                if page.gone_in is None:
                     yield seq, page
 
     def _own(self, page: Page) -> None:

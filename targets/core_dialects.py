@@ -249,8 +249,8 @@ class PairedDialect(SlidingDialect[HybridT]):
         """The same as numbers."""
         whole = self.allocator
         return (
-            whole.full_attn_allocator.free_page_list(),
-            whole.swa_attn_allocator.free_page_list(),
+            whole.full_attn_allocator.free_list.listed(),
+            whole.swa_attn_allocator.free_list.listed(),
         )
 
     def pending_pages(self) -> tuple[torch.Tensor, ...]:

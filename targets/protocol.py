@@ -148,6 +148,8 @@ class View:
 
     twins: Twins = ((), ())
     tree: TreeView | None = None
+    listed: HostView | None = None
+    """The view in plain lists, if it was taken so."""
 
     def __init__(
         self,
@@ -268,6 +270,7 @@ class ListedView(View):
     tensor, and packed into tensors only if somebody asks for them."""
 
     def __init__(self, host: HostView, streams: tuple[Stream, ...]) -> None:
+        self.listed = host
         self._shown = host
         self._parts = None
         self.streams = streams

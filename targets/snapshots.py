@@ -80,7 +80,7 @@ class Snapshots:
             swa,
             self._mapping.over(self.dialect.mapping()).tolist(),
             self.held.lists(),
-            self._answers(),
+            self.dialect.answers() if self.requests is None else self._answers(),
         )
         if self.sparse is not None:
             host.device_free = self.sparse.free_device_list()

@@ -7,6 +7,7 @@ Left out: the values of device tensors (`kvcore.allocator.ownership`).
 from collections.abc import Iterable
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvcore.errors import DoubleFreeError, GeometryError, IndexTensorError
@@ -48,6 +49,27 @@ def as_locations(operation: str, index: torch.Tensor, device: torch.device) -> t
     if index.device != device:
         raise IndexTensorError(f"{operation}: expected indices on {device}, got {index.device}")
     return index if index.dtype is torch.int64 else index.to(torch.int64)
+
+
+INT64 = np.dtype(np.int64)
+"""Of the array over every int64 tensor: the very object."""
+
+
+def plain_vector(index: torch.Tensor) -> npt.NDArray[np.int64] | None:
+    """The memory of what nearly every call on a CPU passes, an int64 vector; None of all else."""
+    if type(index) is not torch.Tensor:
+        return None
+    try:
+        numbers: npt.NDArray[np.int64] = index.numpy()
+    except (RuntimeError, TypeError):
+        # Of another device, or with something else that makes it no plain memory.
+        return None
+    return numbers if numbers.dtype is INT64 and numbers.ndim == 1 else None
+
+
+def is_start(start_pos: int, page_size: int) -> bool:
+    """Whether `as_segment` takes it as it is for a start."""
+    return type(start_pos) is int and start_pos >= 0 and start_pos % page_size == 0
 
 
 def is_index(index: torch.Tensor, device: torch.device) -> bool:

@@ -13,7 +13,8 @@ import torch
 from kvcore.allocator.arguments import Segment, as_number, resolved_device
 from kvcore.allocator.ownership import validate_by_default
 from kvcore.errors import FreeGroupError
-from kvcore.kernels import chosen_kernels, kernels_for
+from kvcore.kernels import NUMPY, chosen_kernels, kernels_for
+from kvcore.native import NATIVE
 
 
 class BaseTokenToKVPoolAllocator(ABC):
@@ -40,8 +41,9 @@ class BaseTokenToKVPoolAllocator(ABC):
         validate: check values; None means environment variable KVCORE_VALIDATE.
 
     Slots, lists and mappings are computed by Triton's kernels on a CUDA device where Triton is
-    installed, by numpy on a CPU, and by torch otherwise; environment variable KVCORE_KERNELS
-    (`torch`, `triton`) decides when an allocator is built.
+    installed, by numpy on a CPU, plain frees there by compiled code where a C compiler was at hand
+    (`kvcore.native`), and by torch otherwise; environment variable KVCORE_KERNELS (`torch`,
+    `triton`, `numpy`) decides when an allocator is built.
     """
 
     by_numpy: ClassVar[bool] = True
@@ -70,7 +72,10 @@ class BaseTokenToKVPoolAllocator(ABC):
         self._group_owned = False
         self._on_cpu = self._index_device.type == "cpu"
         # Short vectors on a CPU are read and written by numpy, unless somebody chose torch.
-        self._by_host = self.by_numpy and self._on_cpu and self._kernels is None and not chosen
+        may_be_numpy = self.by_numpy and chosen in ("", NUMPY)
+        self._by_host = may_be_numpy and self._on_cpu and self._kernels is None
+        # Where there is a compiled form of the same, it goes first.
+        self._native = NATIVE if self._by_host and not chosen else None
 
     @property
     @abstractmethod

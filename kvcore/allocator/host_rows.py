@@ -12,12 +12,6 @@ import torch
 from kvcore.allocator.batch import DecodeBatch, ExtendBatch
 from kvcore.allocator.ownership import Ids
 
-INT64 = np.dtype(np.int64)
-"""Of the array over every int64 tensor: the very object."""
-
-NOT_ON_HOST = np.empty((), dtype=np.bool_)
-"""Stands for the array over a tensor that has none."""
-
 
 class HostRows:
     """Entries of a mapping, a row a page.
@@ -30,8 +24,8 @@ class HostRows:
 
     def __init__(self, mapping: torch.Tensor, num_rows: int, page_size: int) -> None:
         self._page_size = page_size
-        self._mapping: Ids = mapping.numpy()
-        self._entries: Ids = self._mapping[: num_rows * page_size]
+        self.mapping: Ids = mapping.numpy()
+        self._entries: Ids = self.mapping[: num_rows * page_size]
         self._rows = self._entries.reshape(num_rows, page_size)
         self.firsts: Ids = self._rows[:, 0]
         """The first entry of each page, 0 for none; a view."""
@@ -45,7 +39,7 @@ class HostRows:
         Raises:
             IndexError: a location beyond the mapping.
         """
-        return torch.from_numpy(self._mapping[locations.numpy()])
+        return torch.from_numpy(self.mapping[locations.numpy()])
 
     def pages_of(self, firsts: torch.Tensor) -> Ids:
         """The pages of these slots, int64 `[n]`."""

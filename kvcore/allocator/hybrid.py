@@ -16,21 +16,26 @@ the first slot of each page. To free peers is to gather these entries into that 
 The host does not know which pages on loan have no peer, but it knows an upper bound of their
 number. While it is 0, as in a pool without tombstones, a gather finds a peer for every page.
 
-Left out: the operations that callers see (`kvcore.allocator.swa`).
+Left out: how pages and their peers go back at once (`kvcore.allocator.giving`), and the operations
+that callers see (`kvcore.allocator.swa`).
 """
 
 from collections.abc import Callable, Iterable
 from copy import copy
 from typing import Any, Protocol, Self, TypedDict, runtime_checkable
 
-import numpy as np
 import torch
 
-from kvcore.allocator.arguments import Segment, as_locations, as_segments, pool_pages
+from kvcore.allocator.arguments import (
+    Segment,
+    as_locations,
+    as_segments,
+    pool_pages,
+)
 from kvcore.allocator.base import BaseTokenToKVPoolAllocator
 from kvcore.allocator.batch import DecodeBatch, ExtendBatch
 from kvcore.allocator.host_rows import HostRows
-from kvcore.allocator.ownership import Ids, PeerGuard, on_host
+from kvcore.allocator.ownership import PeerGuard, on_host
 from kvcore.allocator.pending import PendingFrees
 from kvcore.allocator.sides import make_pool
 from kvcore.allocator.single import SinglePoolAllocator
@@ -105,9 +110,9 @@ class HybridAllocator(BaseTokenToKVPoolAllocator):
         )
         self._plain_slots = self.page_size == 1 and not self.validate
         self._queue_owned: Callable[[torch.Tensor], None] | None = None
-        self._queue_copy: Callable[[Ids], None] | None = None
+        self._queue_pages: Callable[[bytes], None] | None = None
         self._build_mapping()
-        self._guard = self._make_guard()
+        self._wire()
         self.register_mapping()
 
     def _make_side(
@@ -138,8 +143,6 @@ class HybridAllocator(BaseTokenToKVPoolAllocator):
         self._first_entries = self._page_rows[:, 0]
         self._mapped = _Mapped(mapping=self.full_to_swa_index_mapping, page_size=self.page_size)
         self._host = self._make_host_rows(num_rows)
-        # Where nothing is checked, and slots are pages.
-        self._host_slots = self._host if self._plain_slots else None
         self._drop_queued_peers()
         self._unpaired = 0
         self._peers_left_to_callers = False
@@ -153,6 +156,10 @@ class HybridAllocator(BaseTokenToKVPoolAllocator):
     def _drop_queued_peers(self) -> None:
         """No peer is freed by the open group alone, without its full page."""
         self._queued_peers = PendingFrees(self.page_size, self._index_device)
+
+    def _wire(self) -> None:
+        """Tie together what holds on to the sides and to the mapping, whenever these are others."""
+        self._guard = self._make_guard()
 
     def _make_guard(self) -> PeerGuard | None:
         full, swa = self.full_attn_allocator.ledger, self.swa_attn_allocator.ledger
@@ -175,7 +182,7 @@ class HybridAllocator(BaseTokenToKVPoolAllocator):
         other.full_attn_allocator = self.full_attn_allocator.resized(size)
         other.swa_attn_allocator = self.swa_attn_allocator.resized(size_swa)
         other._group_open = other._group_owned = False
-        other._queue_owned = other._queue_copy = None
+        other._queue_owned = other._queue_pages = None
         other._build_mapping()
         return other
 
@@ -186,14 +193,14 @@ class HybridAllocator(BaseTokenToKVPoolAllocator):
         swa.become(other.swa_attn_allocator)
         vars(self).update(vars(other))
         self.full_attn_allocator, self.swa_attn_allocator = full, swa
-        self._guard = self._make_guard()
+        self._wire()
 
     # -- capacity ------------------------------------------------------------------------------
 
     @property
     def size(self) -> int:
         """Tokens of the smaller side."""
-        return min(self.size_full, self.size_swa)
+        return min(self.full_attn_allocator.size, self.swa_attn_allocator.size)
 
     @property
     def size_full(self) -> int:
@@ -226,7 +233,8 @@ class HybridAllocator(BaseTokenToKVPoolAllocator):
 
     def available_size(self) -> int:
         """Tokens that one `alloc` could get: what the poorer side has."""
-        return min(self.full_available_size(), self.swa_available_size())
+        full, swa = self.full_attn_allocator.free_list, self.swa_attn_allocator.free_list
+        return min(full.num_pages, swa.num_pages) * self.page_size
 
     def full_available_size(self) -> int:
         """Tokens available on the full side."""
@@ -238,9 +246,8 @@ class HybridAllocator(BaseTokenToKVPoolAllocator):
 
     def new_pages_available(self, num_full_pages: int, num_swa_pages: int) -> bool:
         """Whether both sides have that many pages."""
-        return self.full_attn_allocator.has_room(
-            num_full_pages
-        ) and self.swa_attn_allocator.has_room(num_swa_pages)
+        full, swa = self.full_attn_allocator.free_list, self.swa_attn_allocator.free_list
+        return full.has_room(num_full_pages) and swa.has_room(num_swa_pages)
 
     def debug_print(self) -> str:
         """One line of capacity for logs, both sides."""
@@ -338,61 +345,6 @@ class HybridAllocator(BaseTokenToKVPoolAllocator):
                 firsts, full_pages=full_place, swa_firsts=swa_place, **self._mapped
             )
         return swa_place
-
-    def _give_firsts(self, firsts: torch.Tensor, num_pages: int, *, with_full: bool) -> None:
-        """Unmap so many pages, by a slot of each, and give their peers back, with `with_full`
-        themselves.
-
-        Here no group is open.
-
-        Raises:
-            DoubleFreeError: more pages would be free than exist.
-        """
-        full, swa = self.full_attn_allocator, self.swa_attn_allocator
-        if self._host is not None:
-            self._give_on_host(self._host.pages_of(firsts), self._host, with_full=with_full)
-            return
-        aside = swa.ledger is not None or swa.free_group_is_open or self._may_miss_peers()
-        full_place = full.free_list.place(num_pages) if with_full else None
-        if aside:
-            swa.give_entries(self._detach_firsts(firsts, full_place, None))
-        else:
-            self._detach_firsts(firsts, full_place, swa.free_list.place(num_pages))
-            swa.commit(num_pages)
-        if with_full:
-            full.commit(num_pages)
-
-    def _give_on_host(self, pages: Ids, rows: HostRows, *, with_full: bool) -> None:
-        """Unmap pages and give their peers back, and with `with_full` themselves, by the host.
-
-        Int64 `[n]`, each page once. Here no group is open.
-
-        Raises:
-            DoubleFreeError: more pages would be free than exist.
-        """
-        full, swa = self.full_attn_allocator, self.swa_attn_allocator
-        entries: Ids = rows.firsts[pages]
-        num_found = int(np.count_nonzero(entries))
-        num_missing = entries.size - num_found
-        if num_missing:
-            # Here the host can count, whatever was freed: no 0 enters a list (sglang#38519).
-            entries = entries[entries > 0]
-        # What can fail comes first.
-        if full.ledger is None and not (full._group_open or swa._group_open):
-            if with_full:
-                full.free_list.host_give_both(pages, swa.free_list, entries)
-            else:
-                swa.free_list.host_give(entries)
-        else:
-            if with_full:
-                full.free_list.reserve(pages.size)
-            swa.free_list.reserve(num_found)
-            if with_full:
-                full.give_host_pages(pages.copy())
-            swa.give_host_pages(entries // self.page_size)
-        rows.by_page[pages] = 0
-        if num_missing:
-            self._unpaired = max(0, self._unpaired - num_missing)
 
     def _may_miss_peers(self) -> bool:
         """Whether some full page on loan may have no peer."""

@@ -44,6 +44,9 @@ class PagePool(BaseTokenToKVPoolAllocator):
     `lists_slots`: the free list keeps the first slot of each page instead of its id.
     """
 
+    size: int = 0
+    """Tokens of the pool, the padding page not counted."""
+
     def __init__(
         self,
         size: int,
@@ -65,7 +68,7 @@ class PagePool(BaseTokenToKVPoolAllocator):
         self._build(size, num_pages)
 
     def _build(self, size: int, num_pages: int) -> None:
-        self._size = as_number("constructor", "size", size)
+        self.size = as_number("constructor", "size", size)
         self.num_pages = num_pages
         self.lent_alone = 0
         """Pages lent so far by calls of this object itself, not by an allocator over it."""
@@ -100,14 +103,9 @@ class PagePool(BaseTokenToKVPoolAllocator):
     # -- capacity ------------------------------------------------------------------------------
 
     @property
-    def size(self) -> int:
-        """Tokens of the pool, the padding page not counted."""
-        return self._size
-
-    @property
     def size_full(self) -> int:
-        """The same: there is one pool."""
-        return self._size
+        """The same as `size`: there is one pool."""
+        return self.size
 
     @property
     def free_pages(self) -> torch.Tensor:
@@ -277,9 +275,9 @@ class PagePool(BaseTokenToKVPoolAllocator):
         self.free_list.commit(num_pages)
 
     def give_host_pages(self, pages: Ids) -> None:
-        """`give_pages` by numpy, on a CPU; a list of first slots gets these."""
+        """`give_pages` by numpy, on a CPU; a list of first slots gets these. Copied."""
         if self._group_open:
-            self.pending.add_host_pages(pages)
+            self.pending.add_host_pages(pages.tobytes())
         else:
             self.free_list.host_give(pages if self._unit == 1 else pages * self._unit)
         if self.ledger is not None:
@@ -323,13 +321,10 @@ class PagePool(BaseTokenToKVPoolAllocator):
 
     def queue_set(self, slots: torch.Tensor, queue: PendingFrees) -> None:
         """Queue slots in any number a page."""
-        if self._group_owned:
-            kept = slots
-        elif self._by_host and self.page_size == 1:
-            queue.add_host_pages(slots.numpy().copy())
+        if self._by_host and self.page_size == 1:
+            queue.add_host_pages(slots.numpy().tobytes())
             return
-        else:
-            kept = self._own_copy(slots)
+        kept = slots if self._group_owned else self._own_copy(slots)
         if self.page_size == 1:
             queue.add_pages(kept)
         else:
@@ -343,11 +338,11 @@ class PagePool(BaseTokenToKVPoolAllocator):
 
     def queue_rows(self, indices: list[torch.Tensor], queue: PendingFrees) -> None:
         """Queue page-aligned pieces of a row, in a tensor of our own unless the group is owned."""
-        if self._by_host and not self._group_owned:
+        if self._by_host:
             size = self.page_size
             for index in indices:
                 slots = index.numpy()
-                queue.add_host_pages(slots.copy() if size == 1 else slots[::size] // size)
+                queue.add_host_pages((slots if size == 1 else slots[::size] // size).tobytes())
             return
         if self.page_size > 1 and (self._group_owned or self._kernels is not None):
             # One launch of a kernel divides them all; so does one operation of torch at the end.

@@ -5,8 +5,8 @@ looking them up at the end would find what a recovery put there meanwhile (sglan
 peers of everything queued are captured, in one lookup, at the end or before the first mapping write
 that comes sooner: snapshotted, detached from the mapping, and released at the end.
 
-Left out: how pages are paired (`kvcore.allocator.hybrid`), and what lends them or changes the
-mapping (`kvcore.allocator.swa`).
+Left out: how pages are paired (`kvcore.allocator.hybrid`) and go back at once
+(`kvcore.allocator.giving`), and what lends them or changes the mapping (`kvcore.allocator.swa`).
 """
 
 from collections.abc import Iterable
@@ -15,35 +15,34 @@ import numpy as np
 import torch
 
 from kvcore.allocator.arguments import Segment, as_index
-from kvcore.allocator.host_rows import INT64, NOT_ON_HOST, HostRows
-from kvcore.allocator.hybrid import HybridAllocator
+from kvcore.allocator.giving import GivingAllocator
+from kvcore.allocator.host_rows import HostRows
 from kvcore.allocator.ownership import PENDING, Ids
 from kvcore.allocator.pending import PendingFrees, pages_on_host, without_repetitions
 
 
-class PeerReleasingAllocator(HybridAllocator):
+class PeerReleasingAllocator(GivingAllocator):
     """The frees and free groups of a hybrid allocator."""
 
     # -- returning -----------------------------------------------------------------------------
 
     def free(self, free_index: torch.Tensor) -> None:
         """Return full pages and their peers; a page without a peer on the full side alone."""
-        # What nearly every call passes, written out: a call of ours costs as much as one of numpy's.
+        # What nearly every call passes goes the shortest way.
         if (queue := self._queue_owned) is not None:
             if self._is_plain(free_index):
                 queue(free_index)
                 return
-        elif (rows := self._host_slots) is not None and type(free_index) is torch.Tensor:
-            try:
-                ids = free_index.numpy()
-            except (RuntimeError, TypeError):
-                ids = NOT_ON_HOST
-            if ids.dtype is INT64 and ids.ndim == 1:
-                if (queue_copy := self._queue_copy) is not None:
-                    queue_copy(ids.copy())
+        elif self._plain_slots:
+            if (queue_pages := self._queue_pages) is not None:
+                if (pages := self._copied_pages(free_index)) is not None:
+                    queue_pages(pages)
                     return
-                if not self._group_open:
-                    self._give_on_host(ids, rows, with_full=True)
+            elif (release := self._release) is not None:
+                if (missing := release(free_index, True)) == 0:
+                    return
+                if missing > 0:
+                    self._forget_unpaired(missing)
                     return
         self._free(as_index("free", free_index, self._index_device))
 
@@ -95,16 +94,13 @@ class PeerReleasingAllocator(HybridAllocator):
 
         Pages without a peer are skipped.
         """
-        rows = self._host_slots
-        if rows is not None and not self._group_open and type(free_index) is torch.Tensor:
-            try:
-                ids = free_index.numpy()
-            except (RuntimeError, TypeError):
-                ids = NOT_ON_HOST
-            if ids.dtype is INT64 and ids.ndim == 1:
-                self._give_on_host(ids, rows, with_full=False)
-                self._unpaired += ids.size
-                return
+        if (
+            self._plain_slots
+            and (release := self._release) is not None
+            and (found := release(free_index, False)) >= 0
+        ):
+            self._unpaired += found
+            return
         slots = as_index("free_swa", free_index, self._index_device)
         if slots.numel() > 0:
             self._free_swa(slots)
@@ -119,9 +115,8 @@ class PeerReleasingAllocator(HybridAllocator):
                 self._guard.mark_queued(slots)
             self.full_attn_allocator.queue_set(slots, self._queued_peers)
         elif self._host is not None:
-            pages = pages_on_host(slots, self.page_size)
-            self._give_on_host(pages, self._host, with_full=False)
-            count = pages.size
+            self._give_on_host(pages_on_host(slots, self.page_size), self._host, with_full=False)
+            return
         elif self.page_size > 1:
             entries = self._detach_peers(self.full_attn_allocator.touched_pages(slots))
             self.swa_attn_allocator.give_entries(entries)
@@ -146,38 +141,21 @@ class PeerReleasingAllocator(HybridAllocator):
 
     def free_segment(self, free_index: torch.Tensor, *, start_pos: int) -> None:
         """`free_segments` of a single piece."""
-        rows, pages = self._host, self._pages_at_once(free_index, start_pos)
-        if rows is not None and pages is not None:
-            self._give_on_host(pages, rows, with_full=True)
-        elif self.validate or not self._is_plain_segment(free_index, start_pos):
+        if (queue_pages := self._queue_pages) is not None:
+            pages = self._copied_pages(free_index, self.page_size, start_pos)
+            if pages is not None:
+                queue_pages(pages)
+                return
+        elif (release := self._release) is not None:
+            if (missing := release(free_index, True, start_pos)) == 0:
+                return
+            if missing > 0:
+                self._forget_unpaired(missing)
+                return
+        if self.validate or not self._is_plain_segment(free_index, start_pos):
             self.return_segments("free_segment", [(free_index, start_pos)])
         elif free_index.numel() > 0:
             self._return_segments([free_index])
-
-    def _pages_at_once(self, index: torch.Tensor, start_pos: int) -> Ids | None:
-        """The pages of a piece of a row, if the host is to free them now and checks no values.
-
-        None too if anything about the arguments is unusual.
-        """
-        size = self.page_size
-        if (
-            self._host is None
-            or self.validate
-            or self._group_open
-            or type(index) is not torch.Tensor
-            or type(start_pos) is not int
-            or start_pos < 0
-            or start_pos % size != 0
-        ):
-            return None
-        try:
-            slots = index.numpy()
-        except (RuntimeError, TypeError):
-            return None
-        if slots.dtype is not INT64 or slots.ndim != 1:
-            return None
-        pages: Ids = slots if size == 1 else slots[::size] // size
-        return pages
 
     def _is_plain_segment(self, index: torch.Tensor, start_pos: int) -> bool:
         """`_is_plain`, and a start that `as_segments` would take."""
@@ -222,10 +200,9 @@ class PeerReleasingAllocator(HybridAllocator):
 
     def free_swa_segment(self, free_index: torch.Tensor, *, start_pos: int) -> None:
         """`free_swa_segments` of a single piece."""
-        rows, pages = self._host, self._pages_at_once(free_index, start_pos)
-        if rows is not None and pages is not None:
-            self._give_on_host(pages, rows, with_full=False)
-            self._unpaired += pages.size
+        release = self._release
+        if release is not None and (found := release(free_index, False, start_pos)) >= 0:
+            self._unpaired += found
             return
         if self.validate or not self._is_plain_segment(free_index, start_pos):
             indices = self._checked_segments("free_swa_segment", [(free_index, start_pos)])
@@ -243,8 +220,8 @@ class PeerReleasingAllocator(HybridAllocator):
             count = sum(-(-index.numel() // self.page_size) for index in indices)
         elif self._host is not None:
             pages = self._host.pages_of_segments(indices)
-            count = pages.size
             self._give_on_host(pages, self._host, with_full=False)
+            return
         else:
             firsts = full.firsts_of(indices)
             count = firsts.numel()
@@ -274,7 +251,7 @@ class PeerReleasingAllocator(HybridAllocator):
         full = self.full_attn_allocator
         if self._by_host and self.page_size > 1 and self._group_open:
             pages = pages_on_host(slots, self.page_size)
-            full.settled.add_host_pages(pages)
+            full.settled.add_host_pages(pages.tobytes())
             if full.ledger is not None:
                 full.ledger.mark(pages, PENDING)
         elif self._group_open:
@@ -296,15 +273,16 @@ class PeerReleasingAllocator(HybridAllocator):
         self._renew_queues()
 
     def _renew_queues(self) -> None:
-        """Where a free of single slots that nobody checks goes while a group is open."""
-        self._queue_owned = self._queue_copy = None
-        if not (self._group_open and self._plain_slots):
+        """Where a plain free that nobody checks goes while a group is open."""
+        self._queue_owned = self._queue_pages = None
+        if not self._group_open or self.validate:
             return
         pending = self.full_attn_allocator.pending
-        if self._group_owned:
+        if self._host is not None:
+            # Also of an owned group: a tensor kept would have to be read by torch at the end.
+            self._queue_pages = pending.add_host_pages
+        elif self._group_owned and self.page_size == 1:
             self._queue_owned = pending.add_pages
-        elif self._host is not None:
-            self._queue_copy = pending.add_host_pages
 
     def free_group_end(self) -> None:
         """Make everything freed in the group available, on both sides."""

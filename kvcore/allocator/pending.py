@@ -2,7 +2,8 @@
 
 Four kinds, by what the host knows about them:
 
-    pages     ids, each page once; at page size 1 slots are pages. On a CPU they may be numpy's
+    pages     ids, each page once; at page size 1 slots are pages. On a CPU they may be bytes, the
+              cheapest copy of few numbers
     rows      page-aligned pieces of rows, one id for each page begun: tensors of a caller who
               promised not to touch them
     sets      slots in any number a page, so that the device alone knows how many pages they are
@@ -17,6 +18,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from kvcore.allocator.arguments import INT64, is_start, plain_vector
 from kvcore.allocator.ownership import Ids, on_host
 
 
@@ -32,7 +34,7 @@ class PendingFrees:
         self._page_size = page_size
         self._device = device
         self._pages: list[torch.Tensor] = []
-        self._host_pages: list[Ids] = []
+        self._host_pages: list[bytes] = []
         self._rows: list[torch.Tensor] = []
         self._sets: list[torch.Tensor] = []
         self._entries: list[torch.Tensor] = []
@@ -46,7 +48,7 @@ class PendingFrees:
     @property
     def num_pages(self) -> int:
         """Pages in `pages` and `rows`."""
-        on_host = sum(pages.size for pages in self._host_pages)
+        on_host = sum(map(len, self._host_pages)) // INT64.itemsize
         return on_host + sum(pages.numel() for pages in self._pages) + self._num_in_rows
 
     @property
@@ -60,15 +62,18 @@ class PendingFrees:
         return self._pages.append
 
     @property
-    def add_host_pages(self) -> Callable[[Ids], None]:
-        """`add_pages` by numpy, on a CPU."""
+    def add_host_pages(self) -> Callable[[bytes], None]:
+        """`add_pages` on a CPU: the bytes of ids, int64."""
         return self._host_pages.append
+
+    def _joined(self) -> Ids:
+        """`host_pages` in one, in memory of its own."""
+        return np.frombuffer(bytearray().join(self._host_pages), dtype=INT64)
 
     def counted_on_host(self) -> Ids:
         """`counted_pages` of a queue on a CPU."""
         if not (self._pages or self._rows):
-            queued = self._host_pages
-            return queued[0] if len(queued) == 1 else np.concatenate(queued)
+            return self._joined()
         if not (self._rows or self._host_pages):
             return on_host(self._pages[0] if len(self._pages) == 1 else torch.cat(self._pages))
         if self._rows and not (self._pages or self._host_pages):
@@ -78,7 +83,7 @@ class PendingFrees:
     def _all_pages(self) -> list[torch.Tensor]:
         """`pages` as tensors."""
         if self._host_pages:
-            self._pages.append(torch.from_numpy(np.concatenate(self._host_pages)))
+            self._pages.append(torch.from_numpy(self._joined()))
             self._host_pages.clear()
         return self._pages
 
@@ -202,8 +207,7 @@ class PendingFrees:
         """`all_pages` as numbers, in any order; changes nothing here."""
         size = self._page_size
         found: set[int] = set()
-        for pages in self._host_pages:
-            found.update(pages.tolist())
+        found.update(self._joined().tolist())
         for ids in self._pages:
             found.update(ids.tolist())
         for row in self._rows:
@@ -223,10 +227,29 @@ def distinct_pages(slots: torch.Tensor, page_size: int) -> torch.Tensor:
     return without_repetitions(torch.floor_divide(slots, page_size))
 
 
+def copied_pages(index: torch.Tensor, page_size: int = 1, start_pos: int = 0) -> bytes | None:
+    """The pages of a page-aligned piece of a row on a CPU, int64, in bytes; at page size 1 of any
+    slots. None if anything about the arguments is unusual: a tensor of another kind, dtype, rank or
+    device, or a start that no piece has."""
+    slots = plain_vector(index)
+    if slots is None or not is_start(start_pos, page_size):
+        return None
+    return slots.tobytes() if page_size == 1 else (slots[::page_size] // page_size).tobytes()
+
+
 def pages_on_host(slots: torch.Tensor, page_size: int) -> Ids:
-    """The pages that slots on a CPU touch, ascending, each once: int64 `[n]`."""
-    pages: Ids = np.unique(slots.numpy() // page_size)
-    return pages
+    """The pages that slots on a CPU touch, ascending, each once: int64 `[n]`.
+
+    At page size 1 the slots themselves, in their order, since a free names each once.
+    """
+    numbers: Ids = slots.numpy()
+    if page_size == 1:
+        return numbers
+    pages = numbers // page_size
+    pages.sort()
+    is_new = np.ones(pages.size, dtype=np.bool_)
+    np.not_equal(pages[1:], pages[:-1], out=is_new[1:])
+    return pages[is_new]
 
 
 def without_repetitions(numbers: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-TORCH, TRITON = "torch", "triton"
+TORCH, TRITON, NUMPY = "torch", "triton", "numpy"
 
 
 class SlotKernels(Protocol):
@@ -143,22 +143,26 @@ def kernels_for(device: torch.device, choice: str | None = None) -> SlotKernels 
 
     Args:
         device: where an allocator's index tensors are.
-        choice: `torch`, `triton`, or nothing for Triton's kernels on a CUDA device if Triton is
-            installed; None means environment variable KVCORE_KERNELS. On a CPU, `triton` needs
-            Triton's interpreter (TRITON_INTERPRET=1 before Triton is imported).
+        choice: `torch`, `numpy` (for a CPU), `triton`, or nothing for Triton's kernels on a CUDA
+            device if Triton is installed; None means environment variable KVCORE_KERNELS. On a CPU,
+            `triton` needs Triton's interpreter (TRITON_INTERPRET=1 before Triton is imported).
 
     Raises:
-        ValueError: another choice, or `triton` on a CPU without the interpreter.
+        ValueError: another choice, `triton` on a CPU without the interpreter, or `numpy` elsewhere.
         ImportError: `triton` was chosen and is not installed.
     """
     if choice is None:
         choice = chosen_kernels()
-    if choice not in ("", TORCH, TRITON):
-        raise ValueError(f"KVCORE_KERNELS: expected {TORCH}, {TRITON} or nothing, got {choice!r}")
+    if choice not in ("", NUMPY, TORCH, TRITON):
+        raise ValueError(
+            f"KVCORE_KERNELS: expected {TORCH}, {NUMPY}, {TRITON} or nothing, got {choice!r}"
+        )
+    if choice == NUMPY and device.type != "cpu":
+        raise ValueError(f"KVCORE_KERNELS: {NUMPY} on {device}; expected {TORCH} or {TRITON}")
     if not choice:
         installed = device.type == "cuda" and find_spec(TRITON) is not None
         choice = TRITON if installed else TORCH
-    if choice == TORCH:
+    if choice in (TORCH, NUMPY):
         return None
     # Not at the top: without a GPU nobody should need Triton, or wait for its import.
     triton_slots = import_module("kvcore.kernels.triton_slots")

@@ -94,7 +94,7 @@ class GroupEndTwice(UncountedHybrid):
         super().free_group_end()
 
 
-class DeferredView(SWATokenToKVPoolAllocator):
+class DeferredView(UncountedHybrid):
     """A grouped free keeps the caller's tensor instead of a copy, so what the caller writes there
     before the end is what the end releases (the copy that sglang#28494 added)."""
 

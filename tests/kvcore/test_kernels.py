@@ -79,8 +79,16 @@ def test_the_environment_decides_when_an_allocator_is_built(
 
 def test_an_unknown_choice_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVCORE_KERNELS", "fast")
-    with pytest.raises(ValueError, match="KVCORE_KERNELS: expected torch, triton or nothing"):
+    with pytest.raises(
+        ValueError, match="KVCORE_KERNELS: expected torch, numpy, triton or nothing"
+    ):
         kernels_for(CPU)
+
+
+def test_numpy_is_for_a_cpu() -> None:
+    assert kernels_for(CPU, "numpy") is None
+    with pytest.raises(ValueError, match="numpy on cuda; expected torch or triton"):
+        kernels_for(CUDA, "numpy")
 
 
 def test_triton_is_not_chosen_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
