@@ -1,8 +1,15 @@
-"""The compiled part of the package, which pyproject.toml cannot describe yet.
+"""The compiled parts of the package, which pyproject.toml cannot describe.
 
-It is optional: where there is no C compiler the package is installed without it.
+They are optional: where there is no C compiler the package is installed without them.
 """
 
 from setuptools import Extension, setup
 
-setup(ext_modules=[Extension("kvcore._native", ["kvcore/_native.c"], optional=True)])
+VECTOR = "kvcore/_vector.h"
+
+setup(
+    ext_modules=[
+        Extension("kvcore._native", ["kvcore/_native.c"], depends=[VECTOR], optional=True),
+        Extension("kvcore.targets._tape", ["targets/_tape.c"], depends=[VECTOR], optional=True),
+    ]
+)

@@ -1,112 +1,13 @@
-/* The shortest way of a free on a CPU, and of a record of a call: kvcore._native.
+/* The shortest way of a free on a CPU: kvcore._native.
  *
- * All of it is a second form of what Python does by numpy (kvcore.allocator.giving,
- * kvcore.targets.recording_tape), in the plainest case alone: whatever is unusual is left to Python
- * by the answer "not done", before anything was changed. Tensors are read through DLPack's exchange
- * table, so nothing of torch is needed to compile this.
+ * A second form of what Python does by numpy (kvcore.allocator.giving), in the plainest case alone:
+ * whatever is unusual is left to Python by the answer "not done", before anything was changed.
  *
  * Left out: which case is plain by anything but the tensor and the free lists (kvcore.native).
  */
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-#include <stdint.h>
-#include <string.h>
+#include "_vector.h"
 
-/* What is used here of DLPack 1 (https://dmlc.github.io/dlpack/latest/c_api.html). */
-typedef struct {
-    void *data;
-    struct {
-        int32_t type, id;
-    } device;
-    int32_t ndim;
-    struct {
-        uint8_t code, bits;
-        uint16_t lanes;
-    } dtype;
-    int64_t *shape, *strides;
-    uint64_t byte_offset;
-} DLTensor;
-
-typedef struct {
-    struct {
-        uint32_t major, minor;
-        void *previous;
-    } header;
-    void *allocator, *owning_from_object, *object_from_owning;
-    int (*view_of_object)(void *object, DLTensor *out);
-    void *current_stream;
-} Exchange;
-
-#define EXCHANGE_NAME "dlpack_exchange_api"
-enum { DL_CPU = 1, DL_INT = 0 };
-
-static const Exchange *exchange;
-static PyObject *tensor_type;
 static PyObject *name_head, *name_end, *name_address, *name_free_list, *name_group_open;
-
-/* An int64 vector on the CPU. */
-typedef struct {
-    const int64_t *data;
-    int64_t size, stride;
-} Vector;
-
-/* Whether an index is what nearly every call passes; never raises. */
-static int
-as_vector(PyObject *index, Vector *vector)
-{
-    DLTensor tensor;
-    if (exchange == NULL || (PyObject *)Py_TYPE(index) != tensor_type) {
-        return 0;
-    }
-    if (exchange->view_of_object(index, &tensor) != 0) {
-        PyErr_Clear();
-        return 0;
-    }
-    if (tensor.device.type != DL_CPU || tensor.ndim != 1 || tensor.dtype.code != DL_INT ||
-        tensor.dtype.bits != 64 || tensor.dtype.lanes != 1) {
-        return 0;
-    }
-    vector->data = (const int64_t *)((const char *)tensor.data + tensor.byte_offset);
-    vector->size = tensor.shape[0];
-    vector->stride = tensor.strides != NULL ? tensor.strides[0] : 1;
-    return 1;
-}
-
-static PyObject *
-bind(PyObject *module, PyObject *args)
-{
-    PyObject *capsule, *type;
-    if (!PyArg_ParseTuple(args, "OO", &capsule, &type)) {
-        return NULL;
-    }
-    const Exchange *found = PyCapsule_GetPointer(capsule, EXCHANGE_NAME);
-    if (found == NULL) {
-        return NULL;
-    }
-    if (found->header.major != 1 || found->view_of_object == NULL) {
-        PyErr_SetString(PyExc_ValueError, "bind: expected an exchange table of DLPack 1");
-        return NULL;
-    }
-    Py_INCREF(type);
-    Py_XSETREF(tensor_type, type);
-    exchange = found;
-    Py_RETURN_NONE;
-}
-
-/* Whether a segment may start there: an int of Python's that is no bool, not negative, on a page
- * boundary; never raises. */
-static int
-is_start(PyObject *start_pos, int64_t page_size)
-{
-    if (!PyLong_CheckExact(start_pos)) {
-        return 0;
-    }
-    int64_t start = PyLong_AsLongLong(start_pos);
-    if (start == -1 && PyErr_Occurred()) {
-        PyErr_Clear();
-    }
-    return start >= 0 && start % page_size == 0;
-}
 
 static int64_t
 pages_in(const Vector *slots, int64_t page_size)
@@ -117,7 +18,7 @@ pages_in(const Vector *slots, int64_t page_size)
 /* copied(index, page_size=1, start_pos=0): the pages of a piece of a row as bytes, int64 each, or
  * None if there is anything unusual about it. */
 static PyObject *
-copied(PyObject *module, PyObject *const *args, Py_ssize_t count)
+copied(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count)
 {
     Vector slots;
     int64_t size = 1;

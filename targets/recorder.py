@@ -12,6 +12,7 @@ allocator of the field takes, and bound methods that were looked up before.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import TracebackType, new_class
 from typing import Any
@@ -22,6 +23,7 @@ import torch
 from kvcore.targets.recording_kinds import describe, sides_of
 from kvcore.targets.recording_raw import SIDE_SHIFT, Call, RawHeader, Side, read_raw
 from kvcore.targets.recording_tape import (
+    COMPILED,
     HEAD,
     KEPT_SIZES,
     Mark,
@@ -59,9 +61,22 @@ class _Wrapping:
         recorded.__doc__ = method.__doc__
         return recorded
 
+    def _shortest(self, kind: str, tag: int, method: Method, other: Method) -> Method:
+        """The compiled form of ``other``, to which it leaves all but the plainest calls; where
+        there is none, that itself."""
+        if COMPILED is None:
+            return other
+        recorded: Method = COMPILED.Recorded(
+            self._tape, tag, kind, method, other, partial(_note, self._tape)
+        )
+        return recorded
+
     def index(self, tag: int, method: Method) -> Method:
-        """A free: the hot one, written out so that it costs no further call. Its tensor is called
-        ``free_index`` in every release."""
+        """A free: the hot one. Its tensor is called ``free_index`` in every release."""
+        return self._shortest("index", tag, method, self._index(tag, method))
+
+    def _index(self, tag: int, method: Method) -> Method:
+        """The form in Python, written out so that it costs no further call."""
         tape, int64 = self._tape, torch.int64
         # By size: what reads so many bytes, and the header in front of them.
         known: dict[int, tuple[Reader, bytes]] = {}
@@ -112,7 +127,7 @@ class _Wrapping:
         def write(free_index: Any, *, start_pos: int) -> None:
             self._tape.tensor(tag, int(start_pos), free_index)
 
-        return self._guarded(method, write)
+        return self._shortest("segment", tag, method, self._guarded(method, write))
 
     def segments(self, tag: int, method: Method) -> Method:
         """Several of these; a generator is played once."""
@@ -166,6 +181,10 @@ class _Wrapping:
 
     def group(self, tag: int, method: Method) -> Method:
         """Begin and end of a group, which have to be cheap too."""
+        return self._shortest("bare", tag, method, self._group(tag, method))
+
+    def _group(self, tag: int, method: Method) -> Method:
+        """The form in Python."""
         tape, head = self._tape, HEAD.pack(0, 0, tag)
 
         def recorded(self: Any, **named: Any) -> Any:
@@ -291,6 +310,9 @@ class _Wrapping:
 
 def _either(tape: Tape, method: Method, first: Any, of_first: Method, of_other: Method) -> Method:
     """One method for both sides; most of its calls are the allocator's own."""
+    if COMPILED is not None:
+        shared: Method = COMPILED.Either(tape, method, first, of_first, of_other)
+        return shared
 
     def recorded(self: Any, *arguments: Any, **named: Any) -> Any:
         if tape.inside:

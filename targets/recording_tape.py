@@ -19,9 +19,11 @@ import warnings
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+from kvcore.native import bound
 
 MAGIC = b"kvcore-recording"
 VERSION = 1
@@ -72,6 +74,11 @@ def reader_of(size: int) -> Reader:
     return (ctypes.c_char * size).from_address
 
 
+def _address_of(buffer: mmap.mmap) -> int:
+    """Where the map is, until it is resized; nothing is kept that would forbid that."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+
+
 def as_vector(index: object) -> torch.Tensor | None:
     """An index as int64 on the host, one-dimensional and contiguous; None for what is none. Waits
     for the device if the index is on one."""
@@ -88,16 +95,38 @@ def as_vector(index: object) -> torch.Tensor | None:
         return None
 
 
-class Tape:
+COMPILED = bound("kvcore.targets._tape")
+"""The compiled helpers for plain calls, or None; see `_tape.c`."""
+
+if TYPE_CHECKING or COMPILED is None:
+
+    class State:
+        """Where a tape stands; see `Tape`."""
+
+        __slots__ = ("address", "inside", "room", "tail")
+
+        address: int
+        inside: bool
+        room: int
+        tail: int
+
+else:
+    State = COMPILED.State
+
+
+class Tape(State):
     """The raw file. ``inside``: a call is being made, so that further ones are the allocator's own.
+    ``tail``: where the next record begins; ``room``: where it has to end. ``address``: where the
+    file lies in memory.
 
     Raises:
         RecordingError: there is such a file already, or it cannot be written.
     """
 
-    __slots__ = ("_file", "_readers", "_size", "buffer", "inside", "path", "room", "tail")
+    __slots__ = ("_file", "_readers", "_size", "buffer", "path")
 
     def __init__(self, path: Path, header: bytes) -> None:
+        super().__init__()
         self.path = path
         try:
             self._file = path.open("x+b")
@@ -116,6 +145,7 @@ class Tape:
             path.unlink()
             raise RecordingError(f"{path}: cannot be written: {error.strerror}") from None
         self._make_ready(0)
+        self.address = _address_of(self.buffer)
         self.room = self._size - RESERVE
         self.inside = False
         self._readers: dict[int, Reader] = {}
@@ -221,6 +251,7 @@ class Tape:
             return False
         before, self._size = self._size, size
         self._make_ready(before)
+        self.address = _address_of(self.buffer)
         self.room = size - RESERVE
         return True
 
