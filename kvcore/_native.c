@@ -44,6 +44,9 @@ copied(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count)
         return NULL;
     }
     int64_t *ids = (int64_t *)PyBytes_AS_STRING(bytes);
+    if (pages == 0) {
+        return bytes;
+    }
     if (step == 1) {
         memcpy(ids, slots.data, pages * sizeof(int64_t));
         return bytes;

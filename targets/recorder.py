@@ -26,6 +26,7 @@ from kvcore.targets.recording_tape import (
     COMPILED,
     HEAD,
     KEPT_SIZES,
+    UNREADABLE,
     Mark,
     Reader,
     RecordingError,
@@ -119,15 +120,15 @@ class _Wrapping:
         def write(page_ids: Any) -> None:
             self._tape.tensor(tag, 0, page_ids)
 
-        return self._guarded(method, write)
+        return self._guarded(tag, method, write)
 
     def segment(self, tag: int, method: Method) -> Method:
         """One tensor and where it starts in its row."""
 
         def write(free_index: Any, *, start_pos: int) -> None:
-            self._tape.tensor(tag, int(start_pos), free_index)
+            self._tape.tensor(tag, _within(start_pos), free_index)
 
-        return self._shortest("segment", tag, method, self._guarded(method, write))
+        return self._shortest("segment", tag, method, self._guarded(tag, method, write))
 
     def segments(self, tag: int, method: Method) -> Method:
         """Several of these; a generator is played once."""
@@ -136,9 +137,9 @@ class _Wrapping:
         def write(segments: Any) -> None:
             tape.plain(tag, len(segments))
             for index, start in segments:
-                tape.tensor(Mark.PART, int(start), index)
+                tape.tensor(Mark.PART, _within(start), index)
 
-        guarded = self._guarded(method, write)
+        guarded = self._guarded(tag, method, write)
 
         def recorded(self: Any, segments: Any) -> Any:
             return method(self, segments) if tape.inside else guarded(self, list(segments))
@@ -152,7 +153,7 @@ class _Wrapping:
             self._tape.tensor(tag, 0, full_indices)
             self._tape.tensor(Mark.PART, 0, swa_indices)
 
-        return self._guarded(method, write)
+        return self._guarded(tag, method, write)
 
     def unmapping(self, tag: int, method: Method) -> Method:
         """`clear_full_to_swa_mapping`."""
@@ -160,7 +161,7 @@ class _Wrapping:
         def write(full_indices: Any) -> None:
             self._tape.tensor(tag, 0, full_indices)
 
-        return self._guarded(method, write)
+        return self._guarded(tag, method, write)
 
     def recovery(self, tag: int, method: Method) -> Method:
         """`recover_tombstone`."""
@@ -169,7 +170,7 @@ class _Wrapping:
             self._tape.tensor(tag, 0, kept_full)
             self._tape.tensor(Mark.PART, 0, incoming_full)
 
-        return self._guarded(method, write)
+        return self._guarded(tag, method, write)
 
     def bare(self, tag: int, method: Method) -> Method:
         """A call that has nothing to write down."""
@@ -177,7 +178,7 @@ class _Wrapping:
         def write(*arguments: Any, **named: Any) -> None:
             self._tape.plain(tag)
 
-        return self._guarded(method, write)
+        return self._guarded(tag, method, write)
 
     def group(self, tag: int, method: Method) -> Method:
         """Begin and end of a group, which have to be cheap too."""
@@ -211,10 +212,9 @@ class _Wrapping:
         """`alloc`."""
 
         def write(need_size: int, **more: Any) -> None:
-            # A number that no pool has is the allocator's to refuse.
-            self._tape.plain(tag, max(-MOST, min(int(need_size), MOST)))
+            self._tape.plain(tag, _within(need_size))
 
-        return self._guarded(method, write, lends=True)
+        return self._guarded(tag, method, write, lends=True)
 
     def extend(self, tag: int, method: Method) -> Method:
         """`alloc_extend`; the lengths are read where they are on the host."""
@@ -229,12 +229,12 @@ class _Wrapping:
             **more: Any,
         ) -> None:
             tape = self._tape
-            tape.plain(tag, max(-MOST, min(int(extend_num_tokens), MOST)))
+            tape.plain(tag, _within(extend_num_tokens))
             tape.tensor(Mark.PART, 0, prefix_lens_cpu)
             tape.tensor(Mark.PART, 0, seq_lens_cpu)
             tape.tensor(Mark.PART, 0, last_loc)
 
-        return self._guarded(method, write, lends=True)
+        return self._guarded(tag, method, write, lends=True)
 
     def tail(self, tag: int, method: Method) -> Method:
         """`alloc_extend_swa_tail`: a batch of one, and where its tail ends (-1: with the row)."""
@@ -250,14 +250,14 @@ class _Wrapping:
             swa_tail_end: int | None = None,
             **more: Any,
         ) -> None:
-            tape, end = self._tape, -1 if swa_tail_end is None else int(swa_tail_end)
-            tape.plain(tag, max(-MOST, min(int(swa_tail_len), MOST)))
+            tape, end = self._tape, -1 if swa_tail_end is None else _within(swa_tail_end)
+            tape.plain(tag, _within(swa_tail_len))
             tape.tensor(Mark.PART, 0, prefix_lens_cpu)
             tape.tensor(Mark.PART, 0, seq_lens_cpu)
             tape.tensor(Mark.PART, 0, last_loc)
             tape.octets(Mark.PART, 0, end.to_bytes(8, "little", signed=True))
 
-        return self._guarded(method, write, lends=True)
+        return self._guarded(tag, method, write, lends=True)
 
     def decode(self, tag: int, method: Method) -> Method:
         """`alloc_decode`."""
@@ -267,15 +267,15 @@ class _Wrapping:
             self._tape.tensor(Mark.PART, 0, seq_lens_cpu)
             self._tape.tensor(Mark.PART, 0, last_loc)
 
-        return self._guarded(method, write, lends=True)
+        return self._guarded(tag, method, write, lends=True)
 
     def _guarded(
-        self, method: Method, write: Callable[..., None], *, lends: bool = False
+        self, tag: int, method: Method, write: Callable[..., None], *, lends: bool = False
     ) -> Method:
         """Write, call, and if it ``lends`` write the answer; nothing of a call within a call.
 
-        ``write`` has the parameters of the field under their names, and refuses others as the
-        method itself would.
+        ``write`` has the parameters of the field under their names. What it cannot write is for the
+        method to refuse: a call that raises then leaves nothing on file.
         """
         tape, answered = self._tape, self._answered
 
@@ -283,13 +283,21 @@ class _Wrapping:
             if tape.inside:
                 return method(self, *arguments, **named)
             tape.inside = True
+            start, is_written = tape.tail, True
             try:
-                write(*arguments, **named)
+                try:
+                    write(*arguments, **named)
+                except Exception:
+                    tape.erase(start)
+                    is_written = False
                 try:
                     answer = method(self, *arguments, **named)
                 except BaseException as error:
-                    _note(tape, error)
+                    if is_written:
+                        _note(tape, error)
                     raise
+                if not is_written:
+                    tape.plain(tag | UNREADABLE)
                 if lends:
                     answered(answer)
                 return answer
@@ -330,6 +338,11 @@ def _learn(known: dict[int, tuple[Reader, bytes]], tag: int, index: Any) -> None
             known.clear()
         # The half of the header that has size and tag is one word, so that it commits at once.
         known[size] = reader_of(size), HEAD.pack(0, size, tag)
+
+
+def _within(number: Any) -> int:
+    """A number as a record holds it; what is beyond is the allocator's to refuse."""
+    return max(-MOST, min(int(number), MOST))
 
 
 def _note(tape: Tape, error: BaseException) -> None:

@@ -85,7 +85,10 @@ def as_vector(index: object) -> torch.Tensor | None:
     if not isinstance(index, torch.Tensor):
         if not isinstance(index, Sequence) or not all(isinstance(item, int) for item in index):
             return None
-        return torch.tensor(list(index), dtype=torch.int64)
+        try:
+            return torch.tensor(list(index), dtype=torch.int64)
+        except (OverflowError, RuntimeError, ValueError):
+            return None
     if index.is_floating_point() or index.is_complex():
         return None
     try:
@@ -202,6 +205,12 @@ class Tape(State):
         self.buffer[start + 16 : after] = body
         HEAD.pack_into(self.buffer, start, number, len(body), tag)
         self.tail = after
+
+    def erase(self, start: int) -> None:
+        """Take back what was written from ``start`` on."""
+        if not self.buffer.closed and start < self.tail:
+            self.buffer[start : self.tail] = bytes(self.tail - start)
+            self.tail = start
 
     def close(self) -> None:
         """End the recording; the file keeps what was written and no more."""

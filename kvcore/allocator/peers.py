@@ -293,9 +293,7 @@ class PeerReleasingAllocator(GivingAllocator):
                 self._end_plain_group()
             else:
                 self._end_group_on_host(full.pending.counted_on_host(), self._host)
-        elif not (
-            self._queued_peers or full.pending or full.settled or swa.pending or swa.settled
-        ):
+        elif not (self._queued_peers or full.pending or full.settled or swa.pending or swa.settled):
             # Engines open a group a step, and most steps free nothing.
             full.drop_group()
             swa.drop_group()

@@ -13,12 +13,15 @@ import pytest
 import torch
 
 from kvcore import (
+    FreeGroupError,
+    GeometryError,
     HiSparseTokenToKVPoolAllocator,
+    IndexTensorError,
     SWATokenToKVPoolAllocator,
     TokenToKVPoolAllocator,
 )
 from kvcore.models import ops
-from kvcore.targets import Recording, record, recording_tape
+from kvcore.targets import Recording, record, recorder, recording_tape
 from kvcore.targets.recording_raw import Call, RawCall, read_raw
 from kvcore.targets.recording_tape import PRELUDE, RecordingError
 from kvcore.targets.recording_translation import translate
@@ -35,8 +38,28 @@ def calls_of(recording: Recording) -> tuple[RawCall, ...]:
     return read_raw(recording.raw).calls
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
+WAYS = [
+    pytest.param(
+        "compiled",
+        marks=pytest.mark.skipif(
+            recording_tape.COMPILED is None, reason="no compiled helpers in this environment"
+        ),
+    ),
+    "python",
+]
+"""How plain calls are written down."""
+
+
+def choose(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All calls are written down in this way."""
+    if way == "python":
+        monkeypatch.setattr(recorder, "COMPILED", None)
+
+
+@pytest.fixture(params=WAYS)
+def path(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where a recording goes, which is made in either way."""
+    choose(request.param, monkeypatch)
     return tmp_path / "live.jsonl"
 
 
@@ -125,6 +148,98 @@ def test_a_recording_may_be_larger_than_its_first_piece_of_file(path: Path) -> N
         allocator.free(slots)
     frees = [call.vectors[0] for call in calls_of(recording) if call.call is Call.FREE]
     assert [len(free or []) for free in frees] == [pages, pages]
+
+
+def session(allocator: Any) -> None:
+    """Calls of every kind that is written down in a way of its own, some of which raise."""
+    first = allocator.alloc(4)
+    allocator.free_group_begin()
+    with pytest.raises(FreeGroupError):
+        allocator.free_group_begin(owned=True)
+    allocator.free(first[:1])
+    allocator.free_segment(first[1:2], start_pos=1)
+    allocator.free_group_end()
+    allocator.free_swa(first[2:])
+    allocator.free_swa_segment(first[2:2], start_pos=0)
+    allocator.free_full_segment(free_index=first[2:3], start_pos=0)
+    allocator.free_full(free_index=first[3:])
+    with pytest.raises(IndexTensorError):
+        allocator.free(None)
+    with pytest.raises(GeometryError):
+        allocator.free_segment(first, start_pos=-1)
+    with pytest.raises(TypeError):
+        allocator.free()
+    with pytest.raises(TypeError):
+        allocator.free_segment(first)
+    side = allocator.full_attn_allocator
+    lent = side.alloc(2)
+    side.free_group_begin()
+    side.free(lent)
+    side.free_group_end()
+    allocator.swa_attn_allocator.free(allocator.swa_attn_allocator.alloc(1))
+
+
+@pytest.mark.skipif(recording_tape.COMPILED is None, reason="no compiled helpers here")
+def test_both_ways_write_the_same_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = []
+    for way in ("compiled", "python"):
+        choose(way, monkeypatch)
+        recording = record(hybrid(), tmp_path / way)
+        session(recording._objects[0][1])
+        recording.detach()
+        files.append(recording.raw.read_bytes())
+    assert files[0] == files[1]
+    assert len(read_raw(tmp_path / "compiled.raw").calls) == 18
+
+
+def test_a_call_that_raises_is_on_file_with_its_error(path: Path) -> None:
+    allocator = hybrid()
+    recording = record(allocator, path)
+    with pytest.raises(FreeGroupError):
+        allocator.free_group_end()
+    assert not recording._tape.inside
+    slots = allocator.alloc(2)
+    assert slots is not None
+    allocator.free_group_begin()
+    with pytest.raises(FreeGroupError):
+        allocator.free_group_begin()
+    allocator.free(slots)
+    endings = [(call.call, call.ending) for call in calls_of(recording)]
+    assert endings == [
+        (Call.GROUP_END, "raised"),
+        (Call.ALLOC, "lent"),
+        (Call.GROUP_BEGIN, "returned"),
+        (Call.GROUP_BEGIN, "raised"),
+        (Call.FREE, "returned"),
+    ]
+
+
+def test_small_records_fill_piece_after_piece_of_the_file(path: Path) -> None:
+    allocator = hybrid()
+    slots = allocator.alloc(8)
+    assert slots is not None
+    recording = record(allocator, path)
+    calls = 3 * recording_tape.FIRST_BYTES // (16 + 8 * 8)
+    allocator.free_group_begin()
+    for _ in range(calls):
+        allocator.free_swa(slots)
+    read = calls_of(recording)
+    assert len(read) == calls + 1
+    assert all(call.vectors == [slots.tolist()] for call in read[1:])
+
+
+def test_a_method_that_is_recorded_is_told_from_its_class_as_before(path: Path) -> None:
+    allocator = hybrid()
+    with record(allocator, path):
+        free = allocator.free
+        assert free.__name__ == "free"
+        assert free.__self__ is allocator
+        assert free.__doc__ == SWATokenToKVPoolAllocator.free.__doc__
+        assert type(allocator).free is type(allocator).__dict__["free"]
+        slots = allocator.alloc(2)
+        assert slots is not None
+        free(slots)
+        assert allocator.available_size() == 8
 
 
 class Deadly(SWATokenToKVPoolAllocator):
@@ -264,3 +379,46 @@ def test_a_number_that_no_pool_has_is_the_allocators_to_refuse(path: Path) -> No
     allocator = hybrid()
     with record(allocator, path):
         assert allocator.alloc(2**70) is None
+
+
+ABSURD: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
+    ("free_segment", (torch.tensor([1]),), {"start_pos": None}),
+    ("free_segment", (torch.tensor([1]),), {"start_pos": -(2**70)}),
+    ("free_segment", ("none",), {"start_pos": 0}),
+    ("free_segments", ([(torch.tensor([1]), "zero")],), {}),
+    ("free_segments", ([torch.tensor([1, 2, 3])],), {}),
+    ("free_segments", (None,), {}),
+    ("free", ([2**70],), {}),
+    ("free", (torch.ones(2),), {}),
+    ("alloc", (None,), {}),
+    ("alloc", (-(2**70),), {}),
+    ("alloc_extend", (1, 2, 3, 4, 5, "all"), {}),
+    ("alloc_decode", (None, None, None), {}),
+    ("alloc_extend_swa_tail", (*[torch.tensor([1])] * 5, 0, 2**70, 2**70), {}),
+    ("set_full_to_swa_mapping", (torch.tensor([1]),), {}),
+    ("recover_tombstone", (torch.tensor([1]), {}), {}),
+    ("no_such_method", (), {}),
+]
+
+
+@pytest.mark.parametrize("number", range(len(ABSURD)))
+def test_what_cannot_be_written_down_is_refused_by_the_allocator_itself(
+    number: int, path: Path
+) -> None:
+    name, arguments, named = ABSURD[number]
+    with pytest.raises(Exception, match=r".") as refused:
+        getattr(hybrid(), name)(*arguments, **named)
+    allocator: Any = hybrid()
+    recording = record(allocator, path)
+    slots = allocator.alloc(2)
+    with pytest.raises(type(refused.value)) as again:
+        getattr(allocator, name)(*arguments, **named)
+    assert str(again.value) == str(refused.value)
+    assert not recording._tape.inside
+    allocator.free(slots)
+    calls = calls_of(recording)
+    assert [calls[0].call, calls[-1].call] == [Call.ALLOC, Call.FREE]
+    assert [call.ending for call in calls] in (
+        ["lent", "returned"],
+        ["lent", "raised", "returned"],
+    )

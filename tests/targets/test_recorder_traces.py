@@ -21,7 +21,7 @@ from kvcore.models import Geometry, ops
 from kvcore.models.ops import Op
 from kvcore.strategies.replay import replay
 from kvcore.strategies.walker import Walker
-from kvcore.targets import record
+from kvcore.targets import record, recorder
 from kvcore.targets.driver import AllocatorTarget
 from kvcore.targets.faults.groups import DeferredPeerLookup
 from kvcore.targets.recording_calls import Note
@@ -38,9 +38,13 @@ def hybrid(pages: int = 8, size: int = 1) -> SWATokenToKVPoolAllocator:
     return SWATokenToKVPoolAllocator(slots, slots, size, torch.int64, "cpu", None, False)
 
 
-@pytest.fixture
-def recorded(tmp_path: Path) -> Callable[..., Translation]:
-    """What becomes of a session with an allocator."""
+@pytest.fixture(params=["usual", "python"])
+def recorded(
+    tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Translation]:
+    """What becomes of a session with an allocator, which is recorded in either way."""
+    if request.param == "python":
+        monkeypatch.setattr(recorder, "COMPILED", None)
 
     def play(session: Session, allocator: Any = None, **options: Any) -> Translation:
         allocator = hybrid() if allocator is None else allocator
