@@ -11,7 +11,7 @@ from itertools import compress
 
 from kvcore.invariants.check import Check
 from kvcore.invariants.clauses import holder
-from kvcore.models import Clause, Geometry, Model
+from kvcore.models import Clause, Geometry
 from kvcore.models.state import NO_PEER, UNKNOWN, Page
 from kvcore.models.violation import some
 from kvcore.targets.protocol import MemoryView, Stream
@@ -23,11 +23,13 @@ def stamps(check: Check) -> list[Clause]:
     if not rows:
         return []
     geometry, streams = check.model.geometry, check.after.streams
+    pages = [page for _, page in check.model.lent_pages()]
     known: dict[str, tuple[list[int], list[int], list[int]]] = {}
     for stream, held in zip(streams, rows, strict=True):
-        if stream.side not in known:
-            known[stream.side] = _known_of(check.model, stream)
-        slots, wanted, negated = known[stream.side]
+        side = stream.side
+        if side not in known:
+            known[side] = _known_of(pages, geometry, stream)
+        slots, wanted, negated = known[side]
         if list(map(held.__getitem__, slots)) != (wanted if stream.sign > 0 else negated):
             break
     else:
@@ -42,13 +44,14 @@ def stamps(check: Check) -> list[Clause]:
     return clauses
 
 
-def _known_of(model: Model, stream: Stream) -> tuple[list[int], list[int], list[int]]:
-    """The slots of all lent pages on the side of a stream of which something is known, the stamp of
-    each, and the same stamps with the other sign."""
-    geometry, size = model.geometry, model.page_size
+def _known_of(
+    pages: list[Page], geometry: Geometry, stream: Stream
+) -> tuple[list[int], list[int], list[int]]:
+    """The slots of pages on the side of a stream of which something is known, the stamp of each,
+    and the same stamps with the other sign."""
+    size = geometry.page_size
     slots: list[int] = []
     stamps: list[int] = []
-    pages = [page for _, page in model.lent_pages()]
     # `page_stamps` and `page_place`, written out for the sides that nearly every pool has.
     if stream.side == "full":
         for page in pages:
@@ -74,10 +77,14 @@ def _known_of(model: Model, stream: Stream) -> tuple[list[int], list[int], list[
     return slots, stamps, [-stamp for stamp in stamps]
 
 
+_UNKNOWN_ON_FULL = frozenset((UNKNOWN,))
+_UNKNOWN_ELSEWHERE = frozenset((UNKNOWN, NO_PEER))
+
+
 def _unknown(stream: Stream) -> frozenset[int]:
     """Stamps that say nothing of a slot. A full stamp 0 is an erased token, which holds 0; on the
     other sides it means no slot."""
-    return frozenset((UNKNOWN,) if stream.side == "full" else (UNKNOWN, NO_PEER))
+    return _UNKNOWN_ON_FULL if stream.side == "full" else _UNKNOWN_ELSEWHERE
 
 
 def _sides_of(

@@ -8,7 +8,8 @@ prefix cache, and failures (`kvcore.invariants.devices`, `.contents`, `.prefix_t
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from kvcore.invariants.check import Check, LawForm
 from kvcore.invariants.clauses import pages_clause
@@ -318,17 +319,6 @@ def capacity(check: Check) -> list[Clause]:
 
 def _rooms_right(model: Model, answers: Answers) -> bool:
     """Whether the queries said what room there is."""
-    if model.usual:
-        # `_rooms`, written out for the pools of nearly every check.
-        size, full_pages = model.page_size, len(model.full.free)
-        swa_pages = len(model.swa.free)
-        pages = min(full_pages, swa_pages) if model.hybrid else full_pages
-        return (
-            answers.available == pages * size
-            and answers.full_available == full_pages * size
-            and answers.swa_available == swa_pages * size
-            and answers.device_available == answers.requests_available == 0
-        )
     available, full, swa, device, requests = _rooms(model)
     return (
         answers.available == available
@@ -357,11 +347,22 @@ def _rooms(model: Model) -> tuple[int, int, int, int, int]:
 
 def answers_quickly(check: Check) -> list[Clause]:
     """L7, L8 and L9 in one: nothing is wrong at first sight, or what the three of them say."""
-    view = check.after
+    view, model = check.after, check.model
     answers, twins = view.answers, view.twins
     host = view.listed or check.host
+    if model.usual and model.hybrid:
+        # `_rooms`, written out for the pools of nearly every check.
+        size, full, swa = model.page_size, len(model.full.free), len(model.swa.free)
+        are_rooms_right = (
+            answers.full_available == full * size
+            and answers.swa_available == swa * size
+            and answers.available == (full if full < swa else swa) * size
+            and answers.device_available == answers.requests_available == 0
+        )
+    else:
+        are_rooms_right = _rooms_right(model, answers)
     if (
-        _rooms_right(check.model, answers)
+        are_rooms_right
         and answers.outer == answers.inner
         and twins[0] == twins[1]
         and host.held.items() <= check.held.items()

@@ -148,7 +148,10 @@ class Run:
         self._tally = Tally(programs=1)
         self._grouped: list[str] = []
         self._skipped = self._refusals = self._probes = self._judged = self._rounds = 0
-        self._checked: Counter[tuple[bool, bool]] = Counter()
+        # Checks with the periodic laws and without, and those of them after everything was given
+        # back, which all have them.
+        self._periodic = self._usual = self._drained = 0
+        self._answers_seen = 0
         self._asked: Counter[str] = Counter()
 
     def step(self, op: Op) -> Outcome | Skipped:
@@ -258,11 +261,15 @@ class Run:
         view = self._last = self.target.view(stamps=periodic)
         check = Check(self.model, op, outcome, before, view, self._held, drained)
         failed = before is not None and isinstance(outcome, FAILURES)
-        self._checked[periodic, drained] += 1
         self._rounds += 1
-        asked = self._asked
+        if drained:
+            self._drained += 1
+        elif periodic:
+            self._periodic += 1
+        else:
+            self._usual += 1
         if view.holds_answers:
-            asked["L8"] += 1
+            self._answers_seen += 1
         if failed or view.tree is not None or periodic or type(op) is ops.GroupEnd:
             self._note_asked(op, view, failed=failed, periodic=periodic)
         schedule = self._schedule
@@ -321,14 +328,20 @@ class Run:
         tally.ops, tally.grouped = Counter(kinds), Counter(self._grouped)
         tally.pairs = Counter(pairwise(kinds))
         tally.checks = checks = Counter[str]()
-        for key, rounds in self._checked.items():
-            for law, _ in self._schedule.due[key]:
-                checks[law] += rounds
+        for key, rounds in (
+            ((False, False), self._usual),
+            ((True, False), self._periodic),
+            ((True, True), self._drained),
+        ):
+            if rounds:
+                for law, _ in self._schedule.due[key]:
+                    checks[law] += rounds
         for law in ANSWER_LAWS:
             checks[law] += self._judged
         # Laws that ask only now and then count the times when they asked.
         for law in OCCASIONAL_LAWS:
             checks[law] = self._asked[law]
+        checks["L8"] = self._answers_seen
 
     def _break(self, clauses: list[Clause], kind: str) -> None:
         ordered = sorted(clauses, key=lambda clause: PRECEDENCE[clause.law])

@@ -9,7 +9,6 @@ the judge who goes slot by slot (`kvcore.models.lending`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import msgspec
 
@@ -18,7 +17,7 @@ from kvcore.models.outcomes import Lent
 from kvcore.models.state import NO_PEER, Page, Row
 
 
-class Part(NamedTuple):
+class Part(msgspec.Struct, frozen=True):
     """What one sequence gains: ``tokens``, of which ``tail`` get a peer, the last ones but for
     ``beyond``; ``on_device`` whether the tokens get device entries."""
 

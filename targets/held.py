@@ -40,7 +40,11 @@ class HeldAnswers:
 
     def lists(self) -> dict[int, list[int]]:
         """What the tensors hold now; of tensors on a CPU."""
-        return {number: array.tolist() for number, _, array in self._kept}
+        held: dict[int, list[int]] = {}
+        # No comprehension, which is a call of its own in Python 3.11.
+        for number, _, array in self._kept:
+            held[number] = array.tolist()
+        return held
 
     def clear(self) -> None:
         """Keep none of them any more."""

@@ -42,8 +42,7 @@ MHA_STREAMS = (
 """The streams of a pool of keys and values."""
 
 
-@dataclass(slots=True)
-class Answers:
+class Answers(msgspec.Struct):
     """What the public queries say, as host numbers: room in slots (of the device side as such, not
     in logical slots) and in rows of the request pool, and for law L9 what the outer allocator and
     its inner ones say of the same thing; ``asked`` names those questions. Made new for each view,

@@ -46,7 +46,29 @@ class Snapshots:
 
     def take(self, *, stamps: bool) -> View:
         """The state now; see `Target.view`."""
-        return self._listed(stamps) if self._in_lists else self._packed(stamps)
+        if not self._in_lists:
+            return self._packed(stamps)
+        full, swa = self.dialect.free_lists()
+        host = HostView(
+            full,
+            swa,
+            self._mapping.over(self.dialect.mapping()).tolist(),
+            self.held.lists(),
+            self.dialect.answers() if self.requests is None else self._answers(),
+        )
+        if self.sparse is not None:
+            host.device_free = self.sparse.free_device_list()
+            host.device_mapping = self._device_mapping.over(self.sparse.device_mapping()).tolist()
+        if self.requests is not None:
+            host.request_free = self.requests.free_rows()
+        if stamps:
+            if not self.paused():
+                host.stamps = self.pool.content_lists()
+            host.pending = self._pending_lists()
+            if self.requests is not None:
+                host.request_rows = self.requests.table_list()
+            host.memory = self._memory_view()
+        return ListedView(host, self.pool.streams)
 
     def paused(self) -> bool:
         """Whether the pool's memory is given back, so that nobody may look at it."""
@@ -72,29 +94,6 @@ class Snapshots:
         if pending and self.sparse is not None:
             return (*pending, self.sparse.pending_device_pages().tolist())
         return pending
-
-    def _listed(self, stamps: bool) -> View:
-        full, swa = self.dialect.free_lists()
-        host = HostView(
-            full,
-            swa,
-            self._mapping.over(self.dialect.mapping()).tolist(),
-            self.held.lists(),
-            self.dialect.answers() if self.requests is None else self._answers(),
-        )
-        if self.sparse is not None:
-            host.device_free = self.sparse.free_device_list()
-            host.device_mapping = self._device_mapping.over(self.sparse.device_mapping()).tolist()
-        if self.requests is not None:
-            host.request_free = self.requests.free_rows()
-        if stamps:
-            if not self.paused():
-                host.stamps = self.pool.content_lists()
-            host.pending = self._pending_lists()
-            if self.requests is not None:
-                host.request_rows = self.requests.table_list()
-            host.memory = self._memory_view()
-        return ListedView(host, self.pool.streams)
 
     def _packed(self, stamps: bool) -> View:
         full, swa = self.dialect.free_pages()

@@ -238,11 +238,11 @@ class HybridAllocator(BaseTokenToKVPoolAllocator):
 
     def full_available_size(self) -> int:
         """Tokens available on the full side."""
-        return self.full_attn_allocator.available_size()
+        return self.full_attn_allocator.free_list.num_pages * self.page_size
 
     def swa_available_size(self) -> int:
         """Tokens available on the SWA side."""
-        return self.swa_attn_allocator.available_size()
+        return self.swa_attn_allocator.free_list.num_pages * self.page_size
 
     def new_pages_available(self, num_full_pages: int, num_swa_pages: int) -> bool:
         """Whether both sides have that many pages."""

@@ -207,7 +207,8 @@ class PendingFrees:
         """`all_pages` as numbers, in any order; changes nothing here."""
         size = self._page_size
         found: set[int] = set()
-        found.update(self._joined().tolist())
+        if self._host_pages:
+            found.update(self._joined().tolist())
         for ids in self._pages:
             found.update(ids.tolist())
         for row in self._rows:

@@ -199,7 +199,7 @@ def free_page(scene: Any) -> int:
 def answer(field: str) -> Callable[[Any, Any], None]:
     def spoiled(scene: Any, shown: Any) -> None:
         said = copy.copy(shown.answers)
-        object.__setattr__(said, field, getattr(said, field) + scene.size)
+        setattr(said, field, getattr(said, field) + scene.size)
         shown.answers = said
 
     return spoiled

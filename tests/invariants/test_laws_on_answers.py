@@ -4,10 +4,10 @@ variants of the core, each with one method that goes wrong.
 Leaves out laws on the state alone: test_laws_on_views.py.
 """
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -191,7 +191,7 @@ def test_l5_a_refusal_that_resizes_the_mapping_is_reported(make_scene: Make) -> 
 
 def test_l5_a_refusal_that_moves_a_counter_is_reported(make_scene: Make) -> None:
     def move(shown: Any) -> None:
-        shown.answers = dataclasses.replace(shown.answers, available=0)
+        shown.answers = msgspec.structs.replace(shown.answers, available=0)
 
     scene = make_scene()
     scene.do(ops.Alloc(1, 1))

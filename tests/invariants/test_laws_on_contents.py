@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvcore.invariants.run import PLAIN_SLOTS
@@ -125,7 +126,7 @@ def test_a_page_that_went_and_is_not_free_is_lost(sliding: Any) -> None:
 def test_a_sliding_pool_answers_for_both_sides(sliding: Any) -> None:
     def move(shown: Any) -> None:
         wrong = shown.answers.swa_available - sliding.size
-        shown.answers = dataclasses.replace(shown.answers, swa_available=wrong)
+        shown.answers = msgspec.structs.replace(shown.answers, swa_available=wrong)
 
     assert sliding.breaks(move, NEUTRAL).laws == {"L7"}
 
@@ -248,7 +249,7 @@ def test_a_request_row_twice_or_outside_the_pool_is_named(requests: Any, row: st
 
 def test_a_count_of_requests_that_drifted_is_seen(requests: Any) -> None:
     def move(shown: Any) -> None:
-        shown.answers = dataclasses.replace(shown.answers, requests_available=1)
+        shown.answers = msgspec.structs.replace(shown.answers, requests_available=1)
 
     violation = requests.breaks(move, NEUTRAL)
     assert violation.laws == {"L7"}

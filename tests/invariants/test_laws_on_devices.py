@@ -6,10 +6,10 @@ for every four logical slots. Leaves out what the laws ask of the other sides:
 test_laws_on_views.py.
 """
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvcore.models import Geometry, Refused, ops
@@ -283,8 +283,8 @@ def test_l5_a_refusal_in_a_group_may_not_bring_a_detached_entry_back(scene: Any)
 @pytest.mark.parametrize("query", ["available", "full_available", "device_available"])
 def test_l7_a_counter_that_drifted_is_seen(scene: Any, query: str, drift: int) -> None:
     def move(shown: Any) -> None:
-        wrong = dataclasses.asdict(shown.answers)[query] + drift
-        shown.answers = dataclasses.replace(shown.answers, **{query: wrong})
+        wrong = getattr(shown.answers, query) + drift
+        shown.answers = msgspec.structs.replace(shown.answers, **{query: wrong})
 
     violation = scene.breaks(move, NEUTRAL)
     assert violation.laws == {"L7"}
@@ -300,7 +300,7 @@ def test_l9_a_wrapper_that_answers_otherwise_is_seen(scene: Any, named: bool) ->
         first, second, *rest = shown.answers.outer
         asked = shown.answers.asked if named else ()
         wrong = (first, second + 1, *rest)
-        shown.answers = dataclasses.replace(shown.answers, outer=wrong, asked=asked)
+        shown.answers = msgspec.structs.replace(shown.answers, outer=wrong, asked=asked)
 
     violation = scene.breaks(differ, NEUTRAL)
     assert violation.laws == {"L9"}

@@ -5,11 +5,11 @@ forward breaks it, at that call.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from kvcore import CompressedHiSparseTokenToKVPoolAllocator, PagedTokenToKVPoolAllocator
 from kvcore.invariants import LawBroken, Run
