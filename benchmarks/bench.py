@@ -29,6 +29,8 @@ from kvcore.benchmarks import (
 from kvcore.benchmarks.goals import Verdict
 from kvcore.benchmarks.plan import BenchPlan
 from kvcore.benchmarks.results import Contest, Metric, Section
+from kvcore.kernels import chosen_kernels
+from kvcore.native import NATIVE
 from kvcore.strategies.workers import available_cpus
 
 SectionRun = Callable[[BenchPlan], Section]
@@ -55,6 +57,7 @@ def environment() -> dict[str, str | int]:
         "system": f"{platform.system()} {platform.machine()}",
         "cpus": available_cpus(),
         "threads": torch.get_num_threads(),
+        "compiled": "no" if NATIVE is None or chosen_kernels() else "yes",
     }
 
 

@@ -17,11 +17,14 @@ import torch
 
 from kvcore import SWATokenToKVPoolAllocator
 from kvcore.benchmarks.page_kernels import LEAN_KERNELS
+from kvcore.kernels import chosen_kernels
+from kvcore.native import NATIVE
 from kvcore.targets.sglang.release import Release, load_release
 from kvcore.targets.sglang.stand_ins import BaseSWAKVPool
 from kvcore.targets.sglang.target import ReleaseDialect
 
 OURS = "kvcore"
+OURS_BY_NUMPY = "kvcore by numpy"
 
 Ready = Callable[[Any], object]
 """Gets a new allocator before its calls are looked up."""
@@ -112,6 +115,19 @@ class Engine:
         # Where waits are counted, making the arguments of a call is none.
         on_device = [one.to(self.device, non_blocking=True) for one in (prefix, seq, last)]
         return Row(on_device[0], prefix, on_device[1], seq, on_device[2], sum(after) - sum(before))
+
+
+class ByNumpy(SWATokenToKVPoolAllocator):
+    """kvcore's hybrid allocator as it is where no C compiler was at hand."""
+
+    by_native = False
+
+
+def engines_by_numpy(page_size: int, size: int) -> list[Engine]:
+    """`our_engine` without compiled code, if otherwise there is some."""
+    if NATIVE is None or chosen_kernels():
+        return []
+    return [our_engine(page_size, size, kind=ByNumpy, name=OURS_BY_NUMPY)]
 
 
 def our_engine(

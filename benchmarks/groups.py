@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvcore.benchmarks.contest import Call, Contestant, hold_contest
-from kvcore.benchmarks.engines import Engine, Slots, our_engine
+from kvcore.benchmarks.engines import Engine, Slots, engines_by_numpy, our_engine
 from kvcore.benchmarks.operations import POOLS
 from kvcore.benchmarks.plan import BenchPlan
 from kvcore.benchmarks.results import Section
@@ -104,6 +104,7 @@ def run(plan: BenchPlan) -> Section:
         engines = [
             our_engine(shape.page_size, size),
             our_engine(shape.page_size, size, owned=True, name=OWNED),
+            *engines_by_numpy(shape.page_size, size),
             *(rival.engine(shape.page_size, size) for rival in plan.rivals),
         ]
         section.contests.append(

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from kvcore.benchmarks.contest import Call, Contestant, hold_contest
-from kvcore.benchmarks.engines import Engine, Slots, our_engine
+from kvcore.benchmarks.engines import Engine, Slots, engines_by_numpy, our_engine
 from kvcore.benchmarks.plan import BenchPlan
 from kvcore.benchmarks.results import Section
 
@@ -155,7 +155,7 @@ def run(plan: BenchPlan) -> Section:
     section = Section("operations", "Single operations")
     for case in CASES:
         size = POOLS[case.page_size]
-        engines = [our_engine(case.page_size, size)]
+        engines = [our_engine(case.page_size, size), *engines_by_numpy(case.page_size, size)]
         engines += [rival.engine(case.page_size, size) for rival in plan.rivals]
         section.contests.append(
             hold_contest(

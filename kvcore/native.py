@@ -1,7 +1,7 @@
 """The compiled helpers for frees on a CPU, where there are any.
 
 They are compiled when the package is installed if there is a C compiler, and need a torch that
-offers DLPack's exchange table. Without them numpy does the same, in three to four times as long.
+offers DLPack's exchange table. Without them numpy does the same, in up to five times as long.
 Environment variable KVCORE_KERNELS, set to anything, leaves them out.
 
 Left out: what they do (`_native.c`, and the same in Python where it is used).

@@ -49,6 +49,9 @@ class BaseTokenToKVPoolAllocator(ABC):
     by_numpy: ClassVar[bool] = True
     """Whether numpy may do the work on a CPU. Not in a subclass that changes what torch does."""
 
+    by_native: ClassVar[bool] = True
+    """Whether compiled code may do some of that. Not in a subclass that changes what numpy does."""
+
     def __init__(
         self,
         page_size: int,
@@ -75,7 +78,7 @@ class BaseTokenToKVPoolAllocator(ABC):
         may_be_numpy = self.by_numpy and chosen in ("", NUMPY)
         self._by_host = may_be_numpy and self._on_cpu and self._kernels is None
         # Where there is a compiled form of the same, it goes first.
-        self._native = NATIVE if self._by_host and not chosen else None
+        self._native = NATIVE if self._by_host and self.by_native and not chosen else None
 
     @property
     @abstractmethod
