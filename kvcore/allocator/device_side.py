@@ -325,7 +325,6 @@ class DeviceSideAllocator(DeviceMappedAllocator):
         self._require_group_everywhere("free_group_end", is_open=True)
         device = self.hisparse_attn_allocator
         # Both sides before either: a group that cannot end stays open, and nothing is lost.
-        device.require_place_for_group()
         end = device.prepare_end()
         self.logical_attn_allocator.free_group_end()
         device.close_group(end)

@@ -41,7 +41,7 @@ Ids: TypeAlias = npt.NDArray[np.int64]
 
 def on_host(ids: torch.Tensor) -> Ids:
     """Ids as numpy; on a CPU the same memory."""
-    host: Ids = ids.cpu().numpy()
+    host: Ids = ids.numpy() if ids.is_cpu else ids.cpu().numpy()
     return host
 
 

@@ -366,20 +366,11 @@ class PagePool(BaseTokenToKVPoolAllocator):
     def free_group_end(self) -> None:
         """Make everything freed in the group available."""
         self.require_group("free_group_end", is_open=True)
-        self.require_place_for_group()
         self.close_group(self.prepare_end())
 
     def require_place_for(self, num_pages: int) -> None:
         """Raise DoubleFreeError if more pages would be free than exist."""
         self.free_list.require_place_for(num_pages)
-
-    def require_place_for_group(self) -> None:
-        """`require_place_for` what the open group is known to release."""
-        num_pages = self.settled.num_pages + self.pending.num_pages
-        if self._by_host and not (self.settled.is_counted and self.pending.is_counted):
-            entries = self._whole_queue().uncounted_entries(self._unit)
-            num_pages += int(np.count_nonzero(on_host(entries)))
-        self.require_place_for(num_pages)
 
     def settle(self) -> None:
         """Tell what was queued so far from what will be."""
@@ -387,22 +378,34 @@ class PagePool(BaseTokenToKVPoolAllocator):
         self.pending.clear()
 
     def _whole_queue(self) -> PendingFrees:
-        """All that the open group holds back."""
+        """All that the open group holds back; not to be changed."""
+        if not self.settled:
+            return self.pending
         whole = PendingFrees(self.page_size, self._index_device)
         whole.absorb(self.settled)
         whole.absorb(self.pending)
         return whole
 
     def prepare_end(self) -> GroupEnd:
-        """All of a group's end that can fail; until `close_group` the group is open as it was."""
+        """All of a group's end that can fail; until `close_group` the group is open as it was.
+
+        Raises:
+            DoubleFreeError: more pages would be free than exist, as far as the host can see.
+        """
         queue = self._whole_queue()
         num_pages = queue.num_pages
-        place = self.free_list.place(num_pages) if num_pages else None
-        if place is not None:
+        uncounted = None if queue.is_counted else queue.uncounted_entries(self._unit)
+        if uncounted is not None and self._by_host:
+            self.require_place_for(num_pages + int(np.count_nonzero(on_host(uncounted))))
+        if num_pages and self._by_host:
+            np.multiply(
+                queue.counted_on_host(), self._unit, out=self.free_list.host_place(num_pages)
+            )
+        elif num_pages:
+            place = self.free_list.place(num_pages)
             queue.write(place)
             if self._unit > 1:
                 place.mul_(self._unit)
-        uncounted = None if queue.is_counted else queue.uncounted_entries(self._unit)
         return GroupEnd(num_pages, uncounted, queue.gaps_are_counted)
 
     def close_group(self, end: GroupEnd) -> None:

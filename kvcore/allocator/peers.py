@@ -300,8 +300,6 @@ class PeerReleasingAllocator(GivingAllocator):
         else:
             self._capture_queued_peers()
             # Both sides before either: a group that cannot end stays open, and nothing is lost.
-            full.require_place_for_group()
-            swa.require_place_for_group()
             ends = full.prepare_end(), swa.prepare_end()
             full.close_group(ends[0])
             swa.close_group(ends[1])

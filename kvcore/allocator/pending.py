@@ -164,7 +164,7 @@ class PendingFrees:
         entries = list(self._entries)
         if self._sets:
             entries.append(self.set_pages() * unit)
-        return torch.cat(entries)
+        return entries[0] if len(entries) == 1 else torch.cat(entries)
 
     def touched_pages(self) -> torch.Tensor:
         """The pages of `pages`, `rows` and `sets`, 0 for repetitions in sets: int64 `[n]`."""

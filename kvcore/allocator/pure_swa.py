@@ -310,7 +310,6 @@ class PureSWATokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
             self._queue_once()
         pool = self.swa_attn_allocator
         # Before anything moves: a group that cannot end stays open, and nothing is lost.
-        pool.require_place_for_group()
         pool.close_group(pool.prepare_end())
         self._group_open = False
 

@@ -403,7 +403,10 @@ class SWATokenToKVPoolAllocator(PeerReleasingAllocator):
             self.full_attn_allocator.free_list.reserve(
                 incoming.numel() if self.page_size == 1 else 1
             )
-        self._move_peers(kept // self.page_size, incoming // self.page_size)
+        if self.page_size == 1:
+            self._move_peers(kept, incoming)
+        else:
+            self._move_peers(kept // self.page_size, incoming // self.page_size)
         self._free_full_side(incoming)
 
     # -- the whole pool ------------------------------------------------------------------------
