@@ -42,6 +42,19 @@ def _vector(operation: str, name: str, vector: torch.Tensor, device: torch.devic
     return as_index(f"{operation}({name})", vector, device)
 
 
+def _are_plain(vectors: tuple[torch.Tensor, ...]) -> bool:
+    """Whether all are int64 vectors on a CPU: `is_index` of each, in one call."""
+    for vector in vectors:
+        if not (
+            type(vector) is torch.Tensor
+            and vector.dtype is torch.int64
+            and vector.dim() == 1
+            and vector.is_cpu
+        ):
+            return False
+    return True
+
+
 def _pages_up_to(lengths: torch.Tensor, page_size: int) -> torch.Tensor:
     """Pages that hold the first `lengths` tokens of each row."""
     return (lengths + page_size - 1) // page_size
@@ -79,15 +92,16 @@ class ExtendBatch:
                 do not add up to `num_tokens`, or `num_tokens` that is no integer.
         """
         num_tokens = as_number(operation, "extend_num_tokens", num_tokens)
-        batch = cls(
-            operation,
-            _vector(operation, "prefix_lens", prefix_lens, device),
-            _vector(operation, "prefix_lens_cpu", prefix_lens_cpu, HOST),
-            _vector(operation, "seq_lens", seq_lens, device),
-            _vector(operation, "seq_lens_cpu", seq_lens_cpu, HOST),
-            _vector(operation, "last_loc", last_loc, device),
-            num_tokens,
-        )
+        vectors = (prefix_lens, prefix_lens_cpu, seq_lens, seq_lens_cpu, last_loc)
+        if device != HOST or not _are_plain(vectors):
+            vectors = (
+                _vector(operation, "prefix_lens", prefix_lens, device),
+                _vector(operation, "prefix_lens_cpu", prefix_lens_cpu, HOST),
+                _vector(operation, "seq_lens", seq_lens, device),
+                _vector(operation, "seq_lens_cpu", seq_lens_cpu, HOST),
+                _vector(operation, "last_loc", last_loc, device),
+            )
+        batch = cls(operation, *vectors, num_tokens)
         count = last_loc.numel()
         if not (
             prefix_lens.numel() == count == prefix_lens_cpu.numel()
@@ -102,8 +116,11 @@ class ExtendBatch:
                 last_loc=last_loc,
             )
         prefixes, lengths = batch.host_prefix_lens, batch.host_seq_lens
-        if not all(0 <= prefix <= length for prefix, length in zip(prefixes, lengths, strict=True)):
-            raise GeometryError(f"{operation}: expected 0 <= prefix_len <= seq_len for every row")
+        for prefix, length in zip(prefixes, lengths, strict=True):
+            if not 0 <= prefix <= length:
+                raise GeometryError(
+                    f"{operation}: expected 0 <= prefix_len <= seq_len for every row"
+                )
         growth = sum(lengths) - sum(prefixes)
         if growth != num_tokens:
             raise GeometryError(
@@ -121,8 +138,13 @@ class ExtendBatch:
 
     def num_new_pages(self, page_size: int) -> int:
         """Pages that the whole batch needs beyond those its rows have already begun."""
-        ends = sum(-(-length // page_size) for length in self.host_seq_lens)
-        return ends - sum(-(-prefix // page_size) for prefix in self.host_prefix_lens)
+        lengths, prefixes = self.host_seq_lens, self.host_prefix_lens
+        if page_size == 1:
+            return sum(lengths) - sum(prefixes)
+        pages = 0
+        for prefix, length in zip(prefixes, lengths, strict=True):
+            pages += -(-length // page_size) - -(-prefix // page_size)
+        return pages
 
     def slots(
         self, new_pages: torch.Tensor, page_size: int, kernels: SlotKernels | None = None
@@ -262,12 +284,14 @@ class DecodeBatch:
             IndexTensorError: rank, dtype or device of a vector.
             GeometryError: unequal lengths, or a row of less than one token.
         """
-        batch = cls(
-            operation,
-            _vector(operation, "seq_lens", seq_lens, device),
-            _vector(operation, "seq_lens_cpu", seq_lens_cpu, HOST),
-            _vector(operation, "last_loc", last_loc, device),
-        )
+        vectors = (seq_lens, seq_lens_cpu, last_loc)
+        if device != HOST or not _are_plain(vectors):
+            vectors = (
+                _vector(operation, "seq_lens", seq_lens, device),
+                _vector(operation, "seq_lens_cpu", seq_lens_cpu, HOST),
+                _vector(operation, "last_loc", last_loc, device),
+            )
+        batch = cls(operation, *vectors)
         count = seq_lens.numel()
         if not count == seq_lens_cpu.numel() == last_loc.numel():
             require_equal_lengths(

@@ -90,6 +90,11 @@ class HostRows:
     def slots_of_batch(self, batch: ExtendBatch | DecodeBatch, pages: Ids) -> torch.Tensor:
         """`batch.slots` of these new pages: int64 `[num_tokens]`."""
         size, offsets = self._page_size, self._offsets
+        if isinstance(batch, DecodeBatch):
+            continued: Ids = batch.last_loc.numpy() + 1
+            begun = [row for row, n in enumerate(batch.host_seq_lens) if n % size == 1]
+            continued[begun] = pages * size
+            return torch.from_numpy(continued)
         fresh = (pages[:, None] * size + offsets).reshape(-1)
         lengths, prefixes = batch.host_seq_lens, batch.host_prefix_lens
         slots = np.empty(sum(lengths) - sum(prefixes), dtype=np.int64)
@@ -98,11 +103,12 @@ class HostRows:
             tokens = length - prefix
             # First the rest of the page that the row has begun, then new pages.
             onto_last = min(-prefix % size, tokens)
-            slots[at : at + onto_last] = offsets[:onto_last] + (last + 1)
-            rest = tokens - onto_last
-            slots[at + onto_last : at + tokens] = fresh[taken : taken + rest]
+            if onto_last:
+                np.add(offsets[:onto_last], last + 1, out=slots[at : at + onto_last])
+            if rest := tokens - onto_last:
+                slots[at + onto_last : at + tokens] = fresh[taken : taken + rest]
+                taken += -(-rest // size) * size
             at += tokens
-            taken += -(-rest // size) * size
         return torch.from_numpy(slots)
 
     def slots_of(self, pages: Ids) -> torch.Tensor:
