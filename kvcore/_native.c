@@ -12,7 +12,7 @@ static PyObject *name_head, *name_end, *name_address, *name_free_list, *name_gro
 static int64_t
 pages_in(const Vector *slots, int64_t page_size)
 {
-    return (slots->size + page_size - 1) / page_size;
+    return slots->size / page_size + (slots->size % page_size != 0);
 }
 
 /* copied(index, page_size=1, start_pos=0): the pages of a piece of a row as bytes, int64 each, or
@@ -38,7 +38,10 @@ copied(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count)
     if ((count > 2 && !is_start(args[2], size)) || !as_vector(args[0], &slots)) {
         Py_RETURN_NONE;
     }
-    int64_t pages = pages_in(&slots, size), step = slots.stride * size;
+    int64_t pages = pages_in(&slots, size), step;
+    if (__builtin_mul_overflow(slots.stride, size, &step)) {
+        Py_RETURN_NONE;
+    }
     PyObject *bytes = PyBytes_FromStringAndSize(NULL, pages * (int64_t)sizeof(int64_t));
     if (bytes == NULL) {
         return NULL;
@@ -124,6 +127,9 @@ read_ends(PyObject *side, Ends *ends)
 static int64_t *
 place_of(const Ends *ends, int stack, int64_t capacity, int64_t pages)
 {
+    if (pages > capacity) {
+        return NULL;
+    }
     if (stack) {
         return ends->head >= pages ? ends->store + ends->head - pages : NULL;
     }
@@ -146,8 +152,13 @@ commit(const Ends *ends, int stack, int64_t pages)
 static int64_t
 give(Releaser *self, const Vector *slots, int64_t pages, const Ends *full, const Ends *swa)
 {
-    int64_t size = self->page_size, *rows = self->rows.buf, found = 0;
-    int64_t step = slots->stride * size;
+    int64_t size = self->page_size, *rows = self->rows.buf, found = 0, step;
+    const char *data = (const char *)slots->data, *start = self->rows.buf;
+    /* An index that lies in the mapping would change while it is being read. */
+    if ((data >= start && data < start + self->rows.len) ||
+        __builtin_mul_overflow(slots->stride, size, &step)) {
+        return -1;
+    }
     int64_t *ids = full ? place_of(full, self->stacks, self->full_capacity, pages) : NULL;
     int64_t *peers = place_of(swa, self->stacks, self->swa_capacity, pages);
     if (peers == NULL || (full && ids == NULL)) {
@@ -174,9 +185,7 @@ give(Releaser *self, const Vector *slots, int64_t pages, const Ends *full, const
     }
     for (int64_t i = 0; i < pages; i++) {
         int64_t page = ids ? ids[i] : slots->data[i * step] / size;
-        if (page >= 0 && page < self->num_rows) {
-            memset(rows + page * size, 0, size * sizeof(int64_t));
-        }
+        memset(rows + page * size, 0, size * sizeof(int64_t));
     }
     return found;
 }
@@ -189,6 +198,10 @@ releaser_release(Releaser *self, PyObject *const *args, Py_ssize_t count)
     int64_t size = self->page_size, found = -1, pages;
     if (count < 2 || count > 3) {
         PyErr_SetString(PyExc_TypeError, "release: expected index, with_full and start_pos");
+        return NULL;
+    }
+    if (self->full == NULL || self->swa == NULL) {
+        PyErr_SetString(PyExc_RuntimeError, "release: expected a Releaser that was initialised");
         return NULL;
     }
     int with_full = args[1] == Py_True;
@@ -224,13 +237,21 @@ releaser_init(Releaser *self, PyObject *args, PyObject *kwds)
                                      &rows, &stacks, &full_capacity, &swa_capacity)) {
         return -1;
     }
-    if (PyObject_GetBuffer(mapping, &self->rows, PyBUF_WRITABLE | PyBUF_C_CONTIGUOUS) < 0) {
+    Py_buffer found;
+    if (PyObject_GetBuffer(mapping, &found, PyBUF_WRITABLE | PyBUF_C_CONTIGUOUS) < 0) {
         return -1;
     }
-    Py_INCREF(full);
-    Py_INCREF(swa);
-    self->full = full;
-    self->swa = swa;
+    if (size < 1 || rows < 0 || rows > found.len / (Py_ssize_t)sizeof(int64_t) / size) {
+        PyBuffer_Release(&found);
+        PyErr_SetString(PyExc_ValueError, "Releaser: expected a mapping of num_rows pages");
+        return -1;
+    }
+    if (self->rows.obj != NULL) {
+        PyBuffer_Release(&self->rows);
+    }
+    self->rows = found;
+    Py_XSETREF(self->full, Py_NewRef(full));
+    Py_XSETREF(self->swa, Py_NewRef(swa));
     self->page_size = size;
     self->num_rows = rows;
     self->stacks = stacks;
@@ -309,7 +330,8 @@ PyInit__native(void)
         return NULL;
     }
     PyObject *made = PyModule_Create(&module);
-    if (made != NULL && PyModule_AddObjectRef(made, "Releaser", (PyObject *)&ReleaserType) < 0) {
+    if (made != NULL && (PyModule_AddIntConstant(made, "LAYOUT", KVCORE_LAYOUT) < 0 ||
+                         PyModule_AddObjectRef(made, "Releaser", (PyObject *)&ReleaserType) < 0)) {
         Py_CLEAR(made);
     }
     return made;

@@ -36,8 +36,16 @@ typedef struct {
 #define EXCHANGE_NAME "dlpack_exchange_api"
 enum { DL_CPU = 1, DL_INT = 0 };
 
+/* Of the compiled modules and of what Python expects of them (kvcore.native); one more whenever
+ * either changes, so that an old binary in a checkout is not used. */
+#define KVCORE_LAYOUT 1
+
+/* No index is longer; so no number of bytes or pages overflows. */
+#define MOST_SLOTS ((int64_t)1 << 32)
+
 static const Exchange *exchange;
 static PyObject *tensor_type;
+
 /* An int64 vector on the CPU. */
 typedef struct {
     const int64_t *data;
@@ -63,7 +71,14 @@ as_vector(PyObject *index, Vector *vector)
     vector->data = (const int64_t *)((const char *)tensor.data + tensor.byte_offset);
     vector->size = tensor.shape[0];
     vector->stride = tensor.strides != NULL ? tensor.strides[0] : 1;
-    return 1;
+    if (vector->size < 2) {
+        vector->stride = 1;
+    }
+    /* Some tensors have a shape and no memory. */
+    return vector->size == 0 ||
+           (tensor.data != NULL && (uintptr_t)vector->data % sizeof(int64_t) == 0 &&
+            vector->size <= MOST_SLOTS && vector->stride >= -MOST_SLOTS &&
+            vector->stride <= MOST_SLOTS);
 }
 
 /* bind(exchange, tensor_type): read tensors of this type through this table. */

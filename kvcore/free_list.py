@@ -24,7 +24,7 @@ Left out: who owns a page that is not free, and free groups (`kvcore.allocator`)
 """
 
 from abc import ABC, abstractmethod
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -72,8 +72,6 @@ class FreeList(ABC):
         )
         self._store_size = 2 * num_pages
         self._on_cpu = device.type == "cpu"
-        if self._on_cpu:
-            self._host_released: Ids = self._released.numpy()
         self._with_gaps: list[tuple[torch.Tensor, bool]]
         self._gaps_closed: int
         self.reset()
@@ -147,10 +145,24 @@ class FreeList(ABC):
         """Go on with a store that holds so many free pages."""
         self._store = store
         self._head, self._end = start, start + num_pages
+        self._see_memory()
+
+    def _see_memory(self) -> None:
+        """Look at the memory of the tensors, on a CPU."""
         if self._on_cpu:
-            self._host_store: Ids = store.numpy()
+            self._host_released: Ids = self._released.numpy()
+            self._host_store: Ids = self._store.numpy()
             # Where the compiled form of a free finds it (`_native.c`).
-            self._address = store.data_ptr()
+            self._address = self._store.data_ptr()
+
+    def __getstate__(self) -> dict[str, Any]:
+        views = ("_host_released", "_host_store", "_address")
+        return {name: value for name, value in vars(self).items() if name not in views}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        # A copy has tensors of its own.
+        self._see_memory()
 
     # -- taking --------------------------------------------------------------------------------
 

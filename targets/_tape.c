@@ -269,7 +269,8 @@ PyInit__tape(void)
         return NULL;
     }
     PyObject *made = PyModule_Create(&module);
-    if (made != NULL && (PyModule_AddObjectRef(made, "State", (PyObject *)&StateType) < 0 ||
+    if (made != NULL && (PyModule_AddIntConstant(made, "LAYOUT", KVCORE_LAYOUT) < 0 ||
+                         PyModule_AddObjectRef(made, "State", (PyObject *)&StateType) < 0 ||
                          PyModule_AddObjectRef(made, "Recorded", (PyObject *)&RecordedType) < 0 ||
                          PyModule_AddObjectRef(made, "Either", (PyObject *)&EitherType) < 0)) {
         Py_CLEAR(made);

@@ -12,7 +12,7 @@ allocator of the field takes, and bound methods that were looked up before.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, update_wrapper
 from pathlib import Path
 from types import TracebackType, new_class
 from typing import Any
@@ -58,9 +58,7 @@ class _Wrapping:
         """The recording form of the method of that name."""
         call, shape = METHODS[name]
         recorded = shape(self, self._side | call, method)
-        recorded.__name__ = recorded.__qualname__ = name
-        recorded.__doc__ = method.__doc__
-        return recorded
+        return update_wrapper(recorded, method, updated=())
 
     def _shortest(self, kind: str, tag: int, method: Method, other: Method) -> Method:
         """The compiled form of ``other``, to which it leaves all but the plainest calls; where
@@ -94,10 +92,11 @@ class _Wrapping:
                         and free_index.is_cpu
                         and free_index.is_contiguous()
                         and (size := free_index.nbytes) in known
+                        and (pointer := free_index.data_ptr())
                         and (after := (body := (start := tape.tail) + 16) + size) < tape.room
                     ):
                         reader, head = known[size]
-                        tape.buffer[body:after] = reader(free_index.data_ptr())
+                        tape.buffer[body:after] = reader(pointer)
                         tape.buffer[start:body] = head
                         tape.tail = after
                     else:

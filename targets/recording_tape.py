@@ -179,6 +179,10 @@ class Tape(State):
             return
         buffer = self.buffer
         if size:
+            if index.data_ptr() == 0:
+                # Some tensors have a shape and no memory.
+                self.plain(tag | UNREADABLE, number)
+                return
             reader = self._readers.get(size)
             if reader is None:
                 reader = self._new_reader(size)
@@ -248,6 +252,8 @@ class Tape(State):
         size = self._size
         while need > size - RESERVE:
             size += min(max(size, FIRST_BYTES), MOST_BYTES)
+        # Whatever interrupts this, nothing is written where the map was.
+        self.room = -1
         try:
             # A page of the map without room on the disk behind it would end the process.
             os.posix_fallocate(self._file.fileno(), self._size, size - self._size)
@@ -259,9 +265,9 @@ class Tape(State):
             warnings.warn(f"{self.path}: the recording ended here: {error}", stacklevel=4)
             return False
         before, self._size = self._size, size
-        self._make_ready(before)
         self.address = _address_of(self.buffer)
         self.room = size - RESERVE
+        self._make_ready(before)
         return True
 
     def _make_ready(self, start: int) -> None:

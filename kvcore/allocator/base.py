@@ -78,7 +78,7 @@ class BaseTokenToKVPoolAllocator(ABC):
         may_be_numpy = self.by_numpy and chosen in ("", NUMPY)
         self._by_host = may_be_numpy and self._on_cpu and self._kernels is None
         # Where there is a compiled form of the same, it goes first.
-        self._native = NATIVE if self._by_host and self.by_native and not chosen else None
+        self._uses_native = NATIVE is not None and self._by_host and self.by_native and not chosen
 
     @property
     @abstractmethod

@@ -17,6 +17,7 @@ from kvcore.allocator.hybrid import HybridAllocator
 from kvcore.allocator.ownership import Ids
 from kvcore.allocator.pending import copied_pages
 from kvcore.free_list import PageStack, SlotLog
+from kvcore.native import NATIVE
 
 
 class Release(Protocol):
@@ -35,7 +36,9 @@ class GivingAllocator(HybridAllocator):
     def _wire(self) -> None:
         super()._wire()
         self._release = self._make_release()
-        self._copied_pages = copied_pages if self._native is None else self._native.copied
+        self._copied_pages = copied_pages
+        if self._uses_native and NATIVE is not None:
+            self._copied_pages = NATIVE.copied
 
     def _make_release(self) -> Release | None:
         """How a plain free gives pages back at once; None where values are checked, or not here."""
@@ -43,9 +46,10 @@ class GivingAllocator(HybridAllocator):
             return None
         full, swa = self.full_attn_allocator, self.swa_attn_allocator
         kinds = {type(full.free_list), type(swa.free_list)}
-        if self._native is None or self.need_sort or kinds not in ({SlotLog}, {PageStack}):
+        is_plain = not self.need_sort and kinds in ({SlotLog}, {PageStack})
+        if NATIVE is None or not (self._uses_native and is_plain):
             return self._release_at_once
-        compiled: Release = self._native.Releaser(
+        compiled: Release = NATIVE.Releaser(
             full,
             swa,
             self._host.mapping,

@@ -20,7 +20,7 @@ Left out: how pages and their peers go back at once (`kvcore.allocator.giving`),
 that callers see (`kvcore.allocator.swa`).
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from copy import copy
 from typing import Any, Protocol, Self, TypedDict, runtime_checkable
 
@@ -109,8 +109,6 @@ class HybridAllocator(BaseTokenToKVPoolAllocator):
             size_swa, split.swa_kv_pool if split is not None else None, "SWA", lists_slots=True
         )
         self._plain_slots = self.page_size == 1 and not self.validate
-        self._queue_owned: Callable[[torch.Tensor], None] | None = None
-        self._queue_pages: Callable[[bytes], None] | None = None
         self._build_mapping()
         self._wire()
         self.register_mapping()
@@ -135,6 +133,13 @@ class HybridAllocator(BaseTokenToKVPoolAllocator):
             self.size_full + self.page_size + 1, dtype=torch.int64, device=self._index_device
         )
         self.full_to_swa_index_mapping[-1] = -1
+        self._view_mapping()
+        self._drop_queued_peers()
+        self._unpaired = 0
+        self._peers_left_to_callers = False
+
+    def _view_mapping(self) -> None:
+        """The mapping by pages, and as the kernels and the host see it."""
         # One row a full page, the padding page included; the sentinel lies behind the last row.
         num_rows = self.full_attn_allocator.num_pages + 1
         self._page_rows = self.full_to_swa_index_mapping[: num_rows * self.page_size].view(
@@ -143,9 +148,6 @@ class HybridAllocator(BaseTokenToKVPoolAllocator):
         self._first_entries = self._page_rows[:, 0]
         self._mapped = _Mapped(mapping=self.full_to_swa_index_mapping, page_size=self.page_size)
         self._host = self._make_host_rows(num_rows)
-        self._drop_queued_peers()
-        self._unpaired = 0
-        self._peers_left_to_callers = False
 
     def _make_host_rows(self, num_rows: int) -> HostRows | None:
         """The mapping by numpy, where it is on a CPU and nobody asked for anything else."""
@@ -172,6 +174,19 @@ class HybridAllocator(BaseTokenToKVPoolAllocator):
         if self._kvcache is not None:
             self._kvcache.register_mapping(self.full_to_swa_index_mapping)
 
+    def __getstate__(self) -> dict[str, Any]:
+        views = ("_page_rows", "_first_entries", "_mapped", "_host", "_guard", *self._calls)
+        return {name: value for name, value in vars(self).items() if name not in views}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        # A copy has tensors of its own.
+        self._view_mapping()
+        self._wire()
+
+    _calls = ("_queue_owned", "_queue_pages", "_release", "_copied_pages")
+    """Attributes that are calls on objects of this one."""
+
     def resized(self, size: int, size_swa: int) -> Self:
         """What this allocator is to `become`, not registered yet; itself, it is as it was.
 
@@ -182,8 +197,8 @@ class HybridAllocator(BaseTokenToKVPoolAllocator):
         other.full_attn_allocator = self.full_attn_allocator.resized(size)
         other.swa_attn_allocator = self.swa_attn_allocator.resized(size_swa)
         other._group_open = other._group_owned = False
-        other._queue_owned = other._queue_pages = None
         other._build_mapping()
+        other._wire()
         return other
 
     def become(self, other: Self) -> None:

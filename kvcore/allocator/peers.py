@@ -9,7 +9,7 @@ Left out: how pages are paired (`kvcore.allocator.hybrid`) and go back at once
 (`kvcore.allocator.giving`), and what lends them or changes the mapping (`kvcore.allocator.swa`).
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import torch
@@ -23,6 +23,10 @@ from kvcore.allocator.pending import PendingFrees, pages_on_host, without_repeti
 
 class PeerReleasingAllocator(GivingAllocator):
     """The frees and free groups of a hybrid allocator."""
+
+    def _wire(self) -> None:
+        super()._wire()
+        self._renew_queues()
 
     # -- returning -----------------------------------------------------------------------------
 
@@ -38,7 +42,7 @@ class PeerReleasingAllocator(GivingAllocator):
                 if (pages := self._copied_pages(free_index)) is not None:
                     queue_pages(pages)
                     return
-            elif (release := self._release) is not None:
+            elif not self._group_open and (release := self._release) is not None:
                 if (missing := release(free_index, True)) == 0:
                     return
                 if missing > 0:
@@ -96,6 +100,7 @@ class PeerReleasingAllocator(GivingAllocator):
         """
         if (
             self._plain_slots
+            and not self._group_open
             and (release := self._release) is not None
             and (found := release(free_index, False)) >= 0
         ):
@@ -146,7 +151,7 @@ class PeerReleasingAllocator(GivingAllocator):
             if pages is not None:
                 queue_pages(pages)
                 return
-        elif (release := self._release) is not None:
+        elif not self._group_open and (release := self._release) is not None:
             if (missing := release(free_index, True, start_pos)) == 0:
                 return
             if missing > 0:
@@ -200,7 +205,7 @@ class PeerReleasingAllocator(GivingAllocator):
 
     def free_swa_segment(self, free_index: torch.Tensor, *, start_pos: int) -> None:
         """`free_swa_segments` of a single piece."""
-        release = self._release
+        release = None if self._group_open else self._release
         if release is not None and (found := release(free_index, False, start_pos)) >= 0:
             self._unpaired += found
             return
@@ -274,7 +279,8 @@ class PeerReleasingAllocator(GivingAllocator):
 
     def _renew_queues(self) -> None:
         """Where a plain free that nobody checks goes while a group is open."""
-        self._queue_owned = self._queue_pages = None
+        self._queue_owned: Callable[[torch.Tensor], None] | None = None
+        self._queue_pages: Callable[[bytes], None] | None = None
         if not self._group_open or self.validate:
             return
         pending = self.full_attn_allocator.pending
