@@ -10,6 +10,7 @@ import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from importlib.resources import files
+from math import isnan
 from pathlib import Path
 from typing import Literal
 
@@ -43,6 +44,8 @@ class Goal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if bounded == (self.equal is not None):
             raise ValueError(f"goal {self.id} needs either equal, or at_least or at_most")
         least, most = self.range
+        if isnan(least) or isnan(most):
+            raise ValueError(f"goal {self.id} has a bound that is no number")
         if least > most:
             raise ValueError(f"goal {self.id} has at_least above at_most")
 
@@ -78,7 +81,7 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 class _File(msgspec.Struct, forbid_unknown_fields=True):
-    goal: list[Goal]
+    goal: list[Goal] = []
 
 
 def default_goals() -> Sequence[Goal]:

@@ -1,9 +1,9 @@
 """How the harness spends its time: each source against the least that it could take.
 
 The walker against the bare target, which is given the same ops without model, laws and proposals;
-the stateful machine against an empty one with the same rules, which is Hypothesis alone; the walker
-against the machine; two workers against one. In one process, in turn, in CPU time; each round has
-another seed. Leaves out how soon a source finds a fault (`kvcore faults`).
+the rules of the stateful machine against an empty one with as many, which is Hypothesis alone; the
+walker against the machine; two workers against one. In one process, in turn, in CPU time; each
+round has another seed. Leaves out how soon a source finds a fault (`kvcore faults`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import random
 import time
 from collections.abc import Callable, Iterable, Iterator
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from hypothesis import seed as hypothesis_seed
 from hypothesis import strategies as st
@@ -46,8 +46,15 @@ GEOMETRIES = {1: Geometry(1, 16, 12), 4: Geometry(4, 16, 12)}
 
 PROGRAM_OPS = 50
 
-Measured = tuple[float, int]
-"""CPU seconds, and steps done in them."""
+
+class Measured(NamedTuple):
+    """CPU seconds, and checked steps done in them; and how much of both went into giving everything
+    back at the end of programs, where that was measured."""
+
+    seconds: float
+    steps: int
+    closing_seconds: float = 0.0
+    closing_steps: int = 0
 
 
 def walk_and_replay(geometry: Geometry, programs: int, seed: int) -> tuple[float, float]:
@@ -76,17 +83,28 @@ def walk(geometry: Geometry, programs: int, seed: int) -> Measured:
         run = Run(make(geometry), period=PERIOD)
         drive(run, Walker(rng, PROGRAM_OPS))
         burst.record(run)
-    return time.process_time() - start, burst.tally.steps
+    return Measured(time.process_time() - start, burst.tally.steps)
 
 
 def run_machine(geometry: Geometry, programs: int, seed: int) -> Measured:
-    """Programs of the stateful machine."""
-    burst = Burst()
+    """Programs of the stateful machine, and how much of it closes them."""
+    burst, fired, closing = Burst(), 0, 0.0
     name = f"machine_{geometry.page_size}_{seed}"
     machine: Any = machine_for(
         open_target(TARGET), [geometry], name=name, period=PERIOD, sink=burst.record
     )
-    return _search(machine, programs, seed), burst.tally.steps
+    finish = machine.teardown
+
+    def teardown(case: Any) -> None:
+        nonlocal fired, closing
+        start = time.process_time()
+        fired += len(case.run.program)
+        finish(case)
+        closing += time.process_time() - start
+
+    machine.teardown = teardown
+    seconds, steps = _search(machine, programs, seed), burst.tally.steps
+    return Measured(seconds, steps, closing, steps - fired)
 
 
 def run_programs(geometry: Geometry, programs: int, seed: int) -> Measured:
@@ -98,7 +116,7 @@ def run_programs(geometry: Geometry, programs: int, seed: int) -> Measured:
     )
     start = time.process_time()
     hypothesis_seed(seed)(search_settings(programs, MACHINE_STEPS)(test))()
-    return time.process_time() - start, burst.tally.steps
+    return Measured(time.process_time() - start, burst.tally.steps)
 
 
 def run_empty(geometry: Geometry, programs: int, seed: int) -> Measured:
@@ -123,7 +141,7 @@ def run_empty(geometry: Geometry, programs: int, seed: int) -> Measured:
             empty: Any = _renamed(perform, kind)
             body[f"{kind}_{inside}_{number}"] = precondition(always)(rule(choices=CHOICES)(empty))
     machine = type(f"empty_{geometry.page_size}_{seed}", (RuleBasedStateMachine,), body)
-    return _search(machine, programs, seed), steps
+    return Measured(_search(machine, programs, seed), steps)
 
 
 def _renamed(
@@ -159,8 +177,7 @@ SOURCES: dict[str, Callable[[Geometry, int, int], Measured]] = {
 def sources_metrics(page_size: int, plan: BenchPlan) -> Iterator[Metric]:
     """All sources at one page size."""
     geometry, sizes = GEOMETRIES[page_size], plan.sizes
-    spent = dict.fromkeys(SOURCES, 0.0)
-    done = dict.fromkeys(SOURCES, 0)
+    measured: dict[str, list[Measured]] = {name: [] for name in SOURCES}
     ratios: list[float] = []
     # The first program of each source pays for what is made once a process.
     for measure in SOURCES.values():
@@ -173,14 +190,19 @@ def sources_metrics(page_size: int, plan: BenchPlan) -> Iterator[Metric]:
             ratios.append(walked / bare)
             for name in order:
                 programs = walks if name == "walker" else sizes.programs
-                seconds, steps = SOURCES[name](geometry, programs, seed)
-                spent[name] += seconds
-                done[name] += steps
+                measured[name].append(SOURCES[name](geometry, programs, seed))
     # What Hypothesis draws, and so what a step of it costs, differs from seed to seed: sums.
-    cost = {name: spent[name] / done[name] for name in SOURCES}
+    cost = {
+        name: sum(one.seconds for one in rounds) / sum(one.steps for one in rounds)
+        for name, rounds in measured.items()
+    }
+    # An empty machine closes nothing, and its steps are rules alone.
+    machines = measured["machine"]
+    seconds = sum(one.seconds - one.closing_seconds for one in machines)
+    rules = seconds / sum(one.steps - one.closing_steps for one in machines)
     row, key = f"page size {page_size}", f"harness.page{page_size}"
     yield Metric(f"{key}.walker_over_bare", row, "walker / bare target", median(ratios), "times")
-    over_empty = cost["machine"] / cost["empty machine"]
+    over_empty = rules / cost["empty machine"]
     yield Metric(f"{key}.machine_over_empty", row, "machine / empty one", over_empty, "times")
     faster = cost["machine"] / cost["walker"]
     yield Metric(f"{key}.walker_faster_than_machine", row, "machine / walker", faster, "times")

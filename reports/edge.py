@@ -13,8 +13,10 @@ import traceback
 from collections.abc import Callable
 from enum import IntEnum
 
+import torch
 import typer
 
+from kvcore.kernels import kernels_for
 from kvcore.models.trace import TraceError
 from kvcore.reports.layout import messages
 from kvcore.reports.trace_files import TraceFileError
@@ -50,6 +52,7 @@ def run_edge(command: Callable[[], object]) -> int:
     """Run ``command`` and turn however it ends into an exit status; says why on stderr."""
     _survive_any_encoding()
     try:
+        _check_kernels()
         status = command()
     except (BadInput, UnknownTarget, UnsupportedGeometry, TraceError, TraceFileError) as error:
         return _say(str(error), Status.BAD_INPUT)
@@ -60,6 +63,14 @@ def run_edge(command: Callable[[], object]) -> int:
     except Exception as error:
         return _failed(error)
     return int(status) if isinstance(status, int) else Status.CLEAN
+
+
+def _check_kernels() -> None:
+    """What KVCORE_KERNELS says must be possible on a CPU, where all commands work."""
+    try:
+        kernels_for(torch.device("cpu"))
+    except (ValueError, ImportError) as error:
+        raise BadInput(str(error)) from None
 
 
 def _survive_any_encoding() -> None:

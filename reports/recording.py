@@ -24,10 +24,13 @@ MOST_NOTES = 20
 
 def run(raw: Path, out: Path | None) -> Status:
     """Translate ``raw`` into ``out``, or beside it, and tell what is not in the trace."""
-    path = _default(raw) if out is None else out
-    check_file(path)
     try:
-        translation = translate(read_raw(raw))
+        recorded = read_raw(raw)
+        path = _default(raw) if out is None else out
+        check_file(path)
+        if path.exists() and path.samefile(raw):
+            raise BadInput(f"{path}: is the recording itself, expected another file for the trace")
+        translation = translate(recorded)
     except RecordingError as error:
         raise BadInput(str(error)) from None
     write_trace(translation.trace, path)

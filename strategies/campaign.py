@@ -27,8 +27,8 @@ FOREIGN_PAGE_SIZES = (1, 4)
 
 BURST_PROGRAMS: dict[SourceName, int] = {"walker": 12, "machine": 4, "program": 4}
 TURNS: tuple[SourceName, ...] = (
-    *("walker", "machine", "walker", "walker", "walker", "walker"),
-    *("walker", "program", "walker", "walker", "walker", "walker"),
+    *("walker", "machine", "walker", "program"),
+    *("walker", "walker", "walker", "walker", "walker", "walker", "walker", "walker"),
 )
 """Sources in turn: the walker makes the volume, Hypothesis has about a tenth of the time."""
 

@@ -11,6 +11,7 @@ allocator of the field takes, and bound methods that were looked up before.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import partial, update_wrapper
 from pathlib import Path
@@ -63,6 +64,7 @@ class _Wrapping:
     def _shortest(self, kind: str, tag: int, method: Method, other: Method) -> Method:
         """The compiled form of ``other``, to which it leaves all but the plainest calls; where
         there is none, that itself."""
+        update_wrapper(other, method, updated=())
         if COMPILED is None:
             return other
         recorded: Method = COMPILED.Recorded(
@@ -456,7 +458,13 @@ class Recording:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except RecordingError as failed:
+            if error is None:
+                raise
+            # What the engine raised matters more.
+            warnings.warn(str(failed), stacklevel=2)
 
 
 def record(allocator: Any, path: str | Path, *, target: str | None = None) -> Recording:

@@ -46,8 +46,12 @@ def translate(recorded: Recorded) -> Translation:
         # Seen too late: with that row in two from the start it can be said.
         call, place = translator.wanted_split
         splits.setdefault(call, set()).add(place)
-    header = recorded.header
-    trace_header = new_header(header.target, header.geometry, found_by=FOUND_BY)
+    header, target = recorded.header, recorded.header.target
+    refused = any(call.ending == "refused" for call in recorded.calls[:faithful])
+    if refused and target.startswith("sglang:") and "#" not in target:
+        # Callers who do not ask for room first: as the target of this name is driven.
+        target += "#exhaustion"
+    trace_header = new_header(target, header.geometry, found_by=FOUND_BY)
     trace = Trace(trace_header, tuple(translator.rows.ops))
     return Translation(trace, tuple(translator.notes), len(recorded.calls), faithful)
 

@@ -262,7 +262,10 @@ class HybridAllocator(BaseTokenToKVPoolAllocator):
     def new_pages_available(self, num_full_pages: int, num_swa_pages: int) -> bool:
         """Whether both sides have that many pages."""
         full, swa = self.full_attn_allocator.free_list, self.swa_attn_allocator.free_list
-        return full.has_room(num_full_pages) and swa.has_room(num_swa_pages)
+        # There is always room for none.
+        return (num_full_pages <= 0 or full.has_room(num_full_pages)) and (
+            num_swa_pages <= 0 or swa.has_room(num_swa_pages)
+        )
 
     def debug_print(self) -> str:
         """One line of capacity for logs, both sides."""

@@ -366,15 +366,16 @@ class PeerReleasingAllocator(GivingAllocator):
         The SWA side's group is open too, so the captured pages wait there for the end.
         """
         full, swa, queued = self.full_attn_allocator, self.swa_attn_allocator, self._queued_peers
+        if not (queued or full.pending):
+            return
         if self._host is not None:
-            if queued or full.pending:
-                self._capture_on_host(self._host)
+            self._capture_on_host(self._host)
         elif queued:
             # The same page may be queued by `free_swa`, and again by it or by `free`.
             whole = self._all_queued()
             entries = without_repetitions(self._detach_peers(whole.touched_pages()))
             swa.give_entries(entries, counted=whole.is_counted)
-        elif full.pending:
+        else:
             pages = full.pending.touched_pages()
             entries = self._detach_peers(pages)
             if not full.pending.is_counted:

@@ -96,7 +96,8 @@ def test_a_file_is_read(tmp_path: Path) -> None:
     ("text", "said"),
     [
         ("= 3", "is no TOML"),
-        ("", "holds no goals"),
+        ("", "at least one"),
+        (GOAL + "at_least = nan\n", "a bound that is no number"),
         ("goal = []", "at least one"),
         (GOAL, "needs either equal"),
         (GOAL + "equal = 1\nat_most = 2\n", "needs either equal"),

@@ -134,6 +134,21 @@ def test_without_the_barrier_the_steady_state_is_the_same() -> None:
     assert room(engines[0]) == room(engines[1])
 
 
+@pytest.mark.parametrize("page_size", [1, 256])
+def test_the_steady_state_meets_the_barrier_and_nothing_is_captured(
+    page_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    met = []
+    monkeypatch.setattr(capture, "CAPTURE", lambda allocator: met.append(allocator))
+    engine = capture.switched(page_size, operations.POOLS[page_size], barrier=True)
+    call = capture.steady(engine).prepare()
+    engine.allocator.free_group_begin()
+    engine.allocator.free_group_end()
+    met.clear()
+    call()
+    assert met == [engine.allocator]
+
+
 def test_without_the_barrier_a_recovery_loses_its_peers() -> None:
     """So the barrier is really gone."""
     peers = []
@@ -179,17 +194,25 @@ def test_walks_are_timed_against_their_ops_on_the_bare_target() -> None:
 
 
 def test_the_empty_machine_has_the_rules_of_the_real_one_and_does_nothing() -> None:
-    seconds, steps = harness.run_empty(GEOMETRY, 2, seed=0)
+    measured = harness.run_empty(GEOMETRY, 2, seed=0)
 
-    assert seconds > 0
-    assert steps > 0
+    assert measured.seconds > 0
+    assert measured.steps > 0
+    assert measured.closing_steps == 0
 
 
 def test_walker_and_machine_count_checked_steps() -> None:
     for source in (harness.walk, harness.run_machine):
-        seconds, steps = source(GEOMETRY, 1, 0)
-        assert seconds > 0
-        assert steps > 0
+        measured = source(GEOMETRY, 1, 0)
+        assert measured.seconds > 0
+        assert measured.steps > 0
+
+
+def test_what_closes_a_machines_programs_is_told_apart() -> None:
+    """An empty machine has nothing to close, so neither time nor steps of it are compared."""
+    measured = harness.run_machine(GEOMETRY, 4, 0)
+    assert 0 < measured.closing_steps < measured.steps
+    assert 0 < measured.closing_seconds < measured.seconds
 
 
 def test_two_workers_are_not_measured_where_there_is_one_cpu(

@@ -201,3 +201,86 @@ def test_an_index_that_is_part_of_the_mapping_is_read_before_it_is_cleared() -> 
         )
         assert sorted(allocator.full_attn_allocator.free_page_list()) == [1, 2, 3, 4]
         assert sorted(allocator.swa_attn_allocator.free_page_list()) == [1, 2, 3, 4]
+
+
+def shapeless() -> torch.Tensor:
+    emptied = torch.arange(1, 4)
+    emptied.untyped_storage().resize_(0)
+    return emptied
+
+
+LONG = 2**63 - 1
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_an_index_of_absurd_length_or_stride_is_left_to_others(page_size: int) -> None:
+    endless = torch.ones(1, dtype=torch.int64).expand(LONG)
+    for index in (endless, torch.zeros(1, dtype=torch.int64).expand(2**40)):
+        allocator = allocator_of(32, 32, page_size)
+        assert allocator.alloc(16) is not None
+        before = state_of(allocator)
+        if NATIVE is not None:
+            assert allocator._release is not None
+            assert allocator._release(index, True) == -1
+            assert allocator._release(index, False) == -1
+            assert NATIVE.copied(index, page_size) is None
+        if index is endless:
+            with pytest.raises((ValueError, MemoryError)):
+                allocator.free_segment(index, start_pos=0)
+        assert state_of(allocator) == before
+
+
+@needs_native
+def test_a_tensor_without_memory_is_left_to_others() -> None:
+    assert NATIVE is not None
+    assert NATIVE.copied(shapeless()) is None
+    assert NATIVE.copied(torch._efficientzerotensor((3,), dtype=torch.int64)) is None
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_peers_freed_by_an_index_in_the_mapping_leave_no_entry(page_size: int) -> None:
+    allocator = allocator_of(8 * page_size, 8 * page_size, page_size)
+    row = allocator.alloc(8 * page_size)
+    assert row is not None
+    allocator.free_swa_segment(
+        allocator.full_to_swa_index_mapping[page_size : 3 * page_size], start_pos=0
+    )
+    mapping = allocator.full_to_swa_index_mapping.tolist()
+    assert mapping[: 3 * page_size] == [0] * (3 * page_size)
+    assert sorted(allocator.swa_attn_allocator.free_page_list()) == [1, 2]
+
+
+@pytest.mark.parametrize("kernels", ["", "numpy", "torch"])
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_a_group_whose_sides_were_closed_alone_holds_back_as_before(
+    page_size: int, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVCORE_KERNELS", kernels)
+    allocator = allocator_of(8 * page_size, 8 * page_size, page_size)
+    row = allocator.alloc(2 * page_size)
+    assert row is not None
+    allocator.free_group_begin()
+    allocator.full_attn_allocator.free_group_end()
+    allocator.swa_attn_allocator.free_group_end()
+    allocator.free_swa(row)
+    assert allocator.swa_available_size() == 6 * page_size
+    assert allocator.full_to_swa_index_mapping[row].all()
+
+
+@pytest.mark.parametrize("validate", [False, True])
+@pytest.mark.parametrize("kernels", ["", "numpy", "torch"])
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_peers_captured_for_a_closed_side_are_free_at_once(
+    page_size: int, kernels: str, validate: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVCORE_KERNELS", kernels)
+    pool = (8 * page_size, 8 * page_size, page_size, torch.float16, "cpu", None, False)
+    allocator = SWATokenToKVPoolAllocator(*pool, validate=validate)
+    row = allocator.alloc(2 * page_size)
+    assert row is not None
+    allocator.free_group_begin()
+    allocator.free_segment(row, start_pos=0)
+    allocator.swa_attn_allocator.free_group_end()
+    assert allocator.alloc(page_size) is not None
+    assert allocator.swa_available_size() == 7 * page_size
+    assert allocator.swa_attn_allocator.pending_page_list() == []

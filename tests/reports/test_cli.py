@@ -59,6 +59,16 @@ def campaign_with(monkeypatch: pytest.MonkeyPatch, findings: Sequence[Finding]) 
 # Help.
 
 
+@pytest.mark.parametrize("arguments", [("targets",), ("verify", "--time-budget", "1")])
+def test_kernels_that_are_none_are_bad_input(
+    arguments: tuple[str, ...], command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVCORE_KERNELS", "fast")
+    status, out, err = command(*arguments)
+    assert (status, out) == (2, "")
+    assert err.startswith("kvcore: KVCORE_KERNELS: expected torch, numpy, triton or nothing")
+
+
 def test_without_a_command_the_help_is_shown(command: Command) -> None:
     assert command() == command("--help")
 

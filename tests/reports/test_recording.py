@@ -49,14 +49,19 @@ def test_it_may_go_elsewhere(raw: Path, command: Command) -> None:
     ("arguments", "sentence"),
     [
         (("nothing.raw",), "nothing.raw: cannot be read: No such file or directory"),
-        (("live.jsonl",), "does not end in .raw; say with --out where the trace goes"),
+        (("live.jsonl",), "live.jsonl: cannot be read: No such file or directory"),
+        (("live.raw.old",), "does not end in .raw; say with --out where the trace goes"),
+        (("live.jsonl.raw", "--out", "./live.jsonl.raw"), "is the recording itself"),
         (("live.jsonl.raw", "--out", "nowhere/x.jsonl"), "there is no directory nowhere"),
     ],
 )
 def test_bad_input_is_one_sentence(
     arguments: tuple[str, ...], sentence: str, raw: Path, command: Command
 ) -> None:
+    recorded = raw.read_bytes()
+    Path("live.raw.old").write_bytes(recorded)
     status, out, err = command("translate", *arguments)
     assert (status, out) == (2, "")
+    assert raw.read_bytes() == recorded
     assert sentence in " ".join(err.split())
     assert err.count("kvcore:") == 1

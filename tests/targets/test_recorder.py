@@ -4,6 +4,7 @@ and what cannot be recorded or read.
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
 from pathlib import Path
@@ -422,3 +423,66 @@ def test_what_cannot_be_written_down_is_refused_by_the_allocator_itself(
         ["lent", "returned"],
         ["lent", "raised", "returned"],
     )
+
+
+def test_an_interrupted_growth_leaves_the_recording_as_it_was(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allocator = hybrid(64)
+    recording = record(allocator, path)
+    slots = allocator.alloc(64)
+    assert slots is not None
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(recording_tape.Tape, "_make_ready", interrupted)
+    calls = 0
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012 (nobody knows at which call)
+        while True:
+            allocator.free_swa(slots)
+            calls += 1
+    monkeypatch.undo()
+    for _ in range(3):
+        allocator.free_swa(slots)
+    read = calls_of(recording)
+    assert [call.vectors for call in read[-3:]] == [[slots.tolist()]] * 3
+    assert len(read) in (calls + 4, calls + 5)
+
+
+def test_what_the_engine_raised_is_not_hidden_by_a_recording_that_cannot_be_closed(
+    path: Path,
+) -> None:
+    def session() -> None:
+        with record(hybrid(), path) as recording:
+            recording.raw.unlink()
+            raise KeyError("the engine's own")
+
+    with (
+        pytest.warns(UserWarning, match="cannot be read"),
+        pytest.raises(KeyError, match="the engine's own"),
+    ):
+        session()
+
+
+def test_a_tensor_without_memory_is_for_the_allocator_to_refuse(path: Path) -> None:
+    allocator = hybrid()
+    recording = record(allocator, path)
+    slots = allocator.alloc(2)
+    assert slots is not None
+    with pytest.raises(RuntimeError):
+        allocator.free(torch._efficientzerotensor((3,), dtype=torch.int64))
+    allocator.free(slots)
+    assert calls_of(recording)[-1].vectors == [slots.tolist()]
+
+
+def test_a_recorded_method_looks_like_the_method_that_it_records(path: Path) -> None:
+    plain = hybrid()
+    allocator: Any = hybrid()
+    with record(allocator, path):
+        for name in ("free", "free_segment", "free_group_begin", "alloc", "alloc_extend"):
+            mine, theirs = getattr(allocator, name), getattr(plain, name)
+            assert inspect.signature(mine) == inspect.signature(theirs)
+            assert (mine.__name__, mine.__module__) == (theirs.__name__, theirs.__module__)
+        with pytest.raises(TypeError, match=r"free\(\) missing 1 required positional argument"):
+            allocator.free()

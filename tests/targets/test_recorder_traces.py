@@ -366,3 +366,14 @@ def test_an_error_of_kvcore_is_no_op_and_does_not_end_the_trace(
     translation = recorded(session)
     assert translation.trace.ops == (ops.GroupBegin(), ops.GroupEnd())
     assert [note.call for note in translation.notes] == [2]
+
+
+@pytest.mark.parametrize(("pages", "mode"), [(8, ""), (9, "#exhaustion")])
+def test_a_release_that_refused_is_played_by_callers_who_do_not_ask_first(
+    pages: int, mode: str, recorded: Callable[..., Translation]
+) -> None:
+    def session(allocator: Any) -> None:
+        allocator.alloc(pages)
+
+    translation = recorded(session, target="sglang:somewhere")
+    assert translation.trace.header.target == f"sglang:somewhere{mode}"
