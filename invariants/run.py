@@ -152,7 +152,7 @@ class Run:
         # back, which all have them.
         self._periodic = self._usual = self._drained = 0
         self._answers_seen = 0
-        self._asked: Counter[str] = Counter()
+        self._asked = dict.fromkeys(OCCASIONAL_LAWS, 0)
 
     def step(self, op: Op) -> Outcome | Skipped:
         """Apply one op if it is allowed; raises `LawBroken` when a law breaks."""
@@ -268,7 +268,8 @@ class Run:
             self._periodic += 1
         else:
             self._usual += 1
-        if view.holds_answers:
+        listed = view.listed
+        if view.holds_answers if listed is None else listed.held:
             self._answers_seen += 1
         if failed or view.tree is not None or periodic or type(op) is ops.GroupEnd:
             self._note_asked(op, view, failed=failed, periodic=periodic)

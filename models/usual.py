@@ -104,6 +104,11 @@ def _read_slots(
     tokens = part.tokens
     if len(slots) != tokens:
         return None
+    if part.tail == tokens and books.hybrid:
+        # Every token has a peer, as nearly always; and see below.
+        if 0 in peers:
+            return None
+        return Gain(part.seq, None, 0, False, slots, peers, (1,) * tokens)
     first, last = _mapped_range(books, part)
     if last - first != tokens and (any(peers[:first]) or any(peers[last:])):
         return None

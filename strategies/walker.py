@@ -39,7 +39,7 @@ class Walker:
 
     def __init__(self, rng: random.Random, length: int) -> None:
         self._left = length
-        self._choices = RandomChoices(rng)
+        self._choices, self._random = RandomChoices(rng), rng.random
         self._kinds: dict[bool, list[str]] = {}
 
     def next_op(self, model: Model) -> Op | None:
@@ -48,9 +48,10 @@ class Walker:
             return None
         self._left -= 1
         kinds = self._kinds.get(model.group_open) or self._draw_kinds(model)
-        choices, most = self._choices, len(kinds)
+        choices, random, most = self._choices, self._random, len(kinds)
         for _ in range(ATTEMPTS):
-            op = propose(kinds[choices.below(most)], model, choices)
+            # `below`, written out.
+            op = propose(kinds[int(random() * most)], model, choices)
             if op is not None:
                 return op
         return None

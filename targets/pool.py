@@ -167,7 +167,11 @@ class StampedPool:
 
     def content_lists(self) -> tuple[list[int], ...]:
         """`contents` as numbers, of a pool on a CPU."""
-        return tuple(rows.reshape(-1).tolist() for rows in self._arrays)
+        # No generator, which is a call of its own for each array.
+        lists: list[list[int]] = []
+        for rows in self._arrays:
+            lists.append(rows.tolist() if rows.ndim == 1 else rows.reshape(-1).tolist())
+        return tuple(lists)
 
     def ranges(self) -> tuple[list[int], list[int]]:
         """Addresses and lengths in bytes of every buffer of the pool."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 import torch
 
-from kvcore.allocator.arguments import Segment, as_index
+from kvcore.allocator.arguments import Segment, as_index, is_start
 from kvcore.allocator.giving import GivingAllocator
 from kvcore.allocator.host_rows import HostRows
 from kvcore.allocator.ownership import PENDING, Ids
@@ -164,12 +164,7 @@ class PeerReleasingAllocator(GivingAllocator):
 
     def _is_plain_segment(self, index: torch.Tensor, start_pos: int) -> bool:
         """`_is_plain`, and a start that `as_segments` would take."""
-        return (
-            self._is_plain(index)
-            and type(start_pos) is int
-            and start_pos >= 0
-            and start_pos % self.page_size == 0
-        )
+        return self._is_plain(index) and is_start(start_pos, self.page_size)
 
     def return_segments(self, operation: str, segments: Iterable[Segment]) -> None:
         """`free` of page-aligned pieces of one row, ascending, no page shared."""
