@@ -74,9 +74,8 @@ class BookPlaces:
         if changed:
             model.changed = set()
         if model.hybrid and (changed or model.swa.moved):
-            swa = self._swa
-            swa.follow(changed, owners, ())
-            self.each_once = not swa.odd
+            self._swa.follow(changed, owners, ())
+            self.each_once = not self._swa.odd
         if model.sparse:
             buffers = [page for lent in model.buffers.values() for page in lent]
             self._device.follow(changed, owners, buffers)

@@ -25,14 +25,10 @@ from kvcore.targets.recording_kinds import describe, sides_of
 from kvcore.targets.recording_raw import SIDE_SHIFT, Call, RawHeader, Side, read_raw
 from kvcore.targets.recording_tape import (
     COMPILED,
-    HEAD,
-    KEPT_SIZES,
     UNREADABLE,
     Mark,
-    Reader,
     RecordingError,
     Tape,
-    reader_of,
 )
 from kvcore.targets.recording_translation import Translation, translate, write_translation
 
@@ -74,46 +70,11 @@ class _Wrapping:
 
     def index(self, tag: int, method: Method) -> Method:
         """A free: the hot one. Its tensor is called ``free_index`` in every release."""
-        return self._shortest("index", tag, method, self._index(tag, method))
 
-    def _index(self, tag: int, method: Method) -> Method:
-        """The form in Python, written out so that it costs no further call."""
-        tape, int64 = self._tape, torch.int64
-        # By size: what reads so many bytes, and the header in front of them.
-        known: dict[int, tuple[Reader, bytes]] = {}
+        def write(free_index: Any) -> None:
+            self._tape.tensor(tag, 0, free_index)
 
-        def recorded(self: Any, free_index: Any) -> Any:
-            if tape.inside:
-                return method(self, free_index)
-            tape.inside = True
-            try:
-                # As `Tape.tensor` does it, for the plainest of tensors.
-                try:
-                    if (
-                        free_index.dtype is int64
-                        and free_index.is_cpu
-                        and free_index.is_contiguous()
-                        and (size := free_index.nbytes) in known
-                        and (pointer := free_index.data_ptr())
-                        and (after := (body := (start := tape.tail) + 16) + size) < tape.room
-                    ):
-                        reader, head = known[size]
-                        tape.buffer[body:after] = reader(pointer)
-                        tape.buffer[start:body] = head
-                        tape.tail = after
-                    else:
-                        tape.tensor(tag, 0, free_index)
-                        _learn(known, tag, free_index)
-                except AttributeError:
-                    tape.tensor(tag, 0, free_index)
-                return method(self, free_index)
-            except BaseException as error:
-                _note(tape, error)
-                raise
-            finally:
-                tape.inside = False
-
-        return recorded
+        return self._shortest("index", tag, method, self._guarded(tag, method, write))
 
     def page_ids(self, tag: int, method: Method) -> Method:
         """`free_page_ids`."""
@@ -183,31 +144,7 @@ class _Wrapping:
 
     def group(self, tag: int, method: Method) -> Method:
         """Begin and end of a group, which have to be cheap too."""
-        return self._shortest("bare", tag, method, self._group(tag, method))
-
-    def _group(self, tag: int, method: Method) -> Method:
-        """The form in Python."""
-        tape, head = self._tape, HEAD.pack(0, 0, tag)
-
-        def recorded(self: Any, **named: Any) -> Any:
-            if tape.inside:
-                return method(self, **named)
-            tape.inside = True
-            try:
-                after = (start := tape.tail) + 16
-                if after < tape.room:
-                    tape.buffer[start:after] = head
-                    tape.tail = after
-                else:
-                    tape.plain(tag)
-                return method(self, **named) if named else method(self)
-            except BaseException as error:
-                _note(tape, error)
-                raise
-            finally:
-                tape.inside = False
-
-        return recorded
+        return self._shortest("bare", tag, method, self.bare(tag, method))
 
     def number(self, tag: int, method: Method) -> Method:
         """`alloc`."""
@@ -329,16 +266,6 @@ def _either(tape: Tape, method: Method, first: Any, of_first: Method, of_other: 
         return (of_first if self is first else of_other)(self, *arguments, **named)
 
     return recorded
-
-
-def _learn(known: dict[int, tuple[Reader, bytes]], tag: int, index: Any) -> None:
-    """Keep what it takes to write down an index of this size."""
-    size = index.nbytes
-    if size:
-        if len(known) == KEPT_SIZES:
-            known.clear()
-        # The half of the header that has size and tag is one word, so that it commits at once.
-        known[size] = reader_of(size), HEAD.pack(0, size, tag)
 
 
 def _within(number: Any) -> int:

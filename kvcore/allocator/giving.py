@@ -33,6 +33,8 @@ class Release(Protocol):
 class GivingAllocator(HybridAllocator):
     """Gives pages and peers back."""
 
+    _wired = (*HybridAllocator._wired, "_release", "_copied_pages")
+
     def _wire(self) -> None:
         super()._wire()
         self._release = self._make_release()

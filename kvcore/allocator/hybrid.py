@@ -22,7 +22,7 @@ that callers see (`kvcore.allocator.swa`).
 
 from collections.abc import Iterable
 from copy import copy
-from typing import Any, Protocol, Self, TypedDict, runtime_checkable
+from typing import Any, ClassVar, Protocol, Self, TypedDict, runtime_checkable
 
 import torch
 
@@ -159,6 +159,9 @@ class HybridAllocator(BaseTokenToKVPoolAllocator):
         """No peer is freed by the open group alone, without its full page."""
         self._queued_peers = PendingFrees(self.page_size, self._index_device)
 
+    _wired: ClassVar[tuple[str, ...]] = ("_guard",)
+    """The attributes that `_wire` makes."""
+
     def _wire(self) -> None:
         """Tie together what holds on to the sides and to the mapping, whenever these are others."""
         self._guard = self._make_guard()
@@ -175,7 +178,7 @@ class HybridAllocator(BaseTokenToKVPoolAllocator):
             self._kvcache.register_mapping(self.full_to_swa_index_mapping)
 
     def __getstate__(self) -> dict[str, Any]:
-        views = ("_page_rows", "_first_entries", "_mapped", "_host", "_guard", *self._calls)
+        views = ("_page_rows", "_first_entries", "_mapped", "_host", *self._wired)
         return {name: value for name, value in vars(self).items() if name not in views}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -183,9 +186,6 @@ class HybridAllocator(BaseTokenToKVPoolAllocator):
         # A copy has tensors of its own.
         self._view_mapping()
         self._wire()
-
-    _calls = ("_queue_owned", "_queue_pages", "_release", "_copied_pages")
-    """Attributes that are calls on objects of this one."""
 
     def resized(self, size: int, size_swa: int) -> Self:
         """What this allocator is to `become`, not registered yet; itself, it is as it was.

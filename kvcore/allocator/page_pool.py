@@ -308,11 +308,6 @@ class PagePool(BaseTokenToKVPoolAllocator):
         else:
             self.free_list.give_with_gaps(entries, counted=counted)
 
-    def queue_entries(self, entries: torch.Tensor) -> None:
-        """Return distinct pages by what the free list keeps, at the end of the group if one is
-        open here."""
-        self.give_pages(entries if self._unit == 1 else entries // self._unit)
-
     def queue_slots(self, slots: torch.Tensor, queue: PendingFrees) -> None:
         """Return the pages of slots at the end of the open group, as part of `queue`."""
         self.queue_set(slots, queue)

@@ -24,6 +24,8 @@ from kvcore.allocator.pending import PendingFrees, pages_on_host, without_repeti
 class PeerReleasingAllocator(GivingAllocator):
     """The frees and free groups of a hybrid allocator."""
 
+    _wired = (*GivingAllocator._wired, "_queue_owned", "_queue_pages")
+
     def _wire(self) -> None:
         super()._wire()
         self._renew_queues()
@@ -378,7 +380,7 @@ class PeerReleasingAllocator(GivingAllocator):
             elif self._may_miss_peers():
                 swa.give_entries(entries)
             else:
-                swa.queue_entries(entries)
+                swa.give_pages(entries if self.page_size == 1 else entries // self.page_size)
         full.settle()
         self._drop_queued_peers()
 

@@ -194,7 +194,9 @@ class PendingFrees:
     def all_pages(self, unit: int) -> torch.Tensor:
         """Every page queued, ascending, each once: int64 `[n]`; waits for the device."""
         size = self._page_size
-        found = [on_host(pages) for pages in self._all_pages()]
+        found = [on_host(pages) for pages in self._pages]
+        if self._host_pages:
+            found.append(self._joined())
         found += [on_host(row)[::size] // size for row in self._rows]
         found += [on_host(slots) // size for slots in self._sets]
         found += [on_host(entries) // unit for entries in self._entries]
