@@ -9,6 +9,21 @@
 
 static PyObject *name_head, *name_end, *name_address, *name_free_list, *name_group_open;
 
+/* Whether a segment may start there: an int of Python's that is no bool, not negative, on a page
+ * boundary; never raises. */
+static int
+is_start(PyObject *start_pos, int64_t page_size)
+{
+    if (!PyLong_CheckExact(start_pos)) {
+        return 0;
+    }
+    int64_t start = PyLong_AsLongLong(start_pos);
+    if (start == -1 && PyErr_Occurred()) {
+        PyErr_Clear();
+    }
+    return start >= 0 && start % page_size == 0;
+}
+
 static int64_t
 pages_in(const Vector *slots, int64_t page_size)
 {

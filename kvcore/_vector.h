@@ -38,7 +38,7 @@ enum { DL_CPU = 1, DL_INT = 0 };
 
 /* Of the compiled modules and of what Python expects of them (kvcore.native); one more whenever
  * either changes, so that an old binary in a checkout is not used. */
-#define KVCORE_LAYOUT 1
+#define KVCORE_LAYOUT 2
 
 /* No index is longer; so no number of bytes or pages overflows. */
 #define MOST_SLOTS ((int64_t)1 << 32)
@@ -101,21 +101,6 @@ bind(PyObject *Py_UNUSED(module), PyObject *args)
     Py_XSETREF(tensor_type, type);
     exchange = found;
     Py_RETURN_NONE;
-}
-
-/* Whether a segment may start there: an int of Python's that is no bool, not negative, on a page
- * boundary; never raises. */
-static int
-is_start(PyObject *start_pos, int64_t page_size)
-{
-    if (!PyLong_CheckExact(start_pos)) {
-        return 0;
-    }
-    int64_t start = PyLong_AsLongLong(start_pos);
-    if (start == -1 && PyErr_Occurred()) {
-        PyErr_Clear();
-    }
-    return start >= 0 && start % page_size == 0;
 }
 
 #endif

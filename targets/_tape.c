@@ -37,67 +37,199 @@ static PyTypeObject StateType = {
     .tp_members = state_members,
 };
 
-/* What a method is called with. */
-enum { INDEX, SEGMENT, BARE };
+/* What a method is called with, and what of it is written: `first` is the place of a number among
+ * the arguments, 0 if there is none, `tensors` those of tensors; the first tensor is the body of the
+ * record itself if there is `body`, the others are parts that follow it. */
+typedef struct {
+    const char *name;
+    Py_ssize_t count;
+    int number, tensors[3], body, lends;
+} Form;
 
-/* Of a `Recorded`: what records unusual calls, and what notes an error. Of an `Either`: what records
- * calls on the first object and on the other one. */
+static const Form forms[] = {
+    /* free_group_begin, free_group_end */
+    {"bare", 1, 0, {0}, 0, 0},
+    /* free: free_index, and whatever else takes one tensor */
+    {"index", 2, 0, {1}, 1, 0},
+    /* set_full_to_swa_mapping: full_indices, swa_indices; recover_tombstone */
+    {"pair", 3, 0, {1, 2}, 1, 0},
+    /* free_segment: free_index, start_pos */
+    {"segment", 2, 2, {1}, 1, 0},
+    /* alloc: need_size */
+    {"number", 2, 1, {0}, 0, 1},
+    /* alloc_extend: prefix_lens, prefix_lens_cpu, seq_lens, seq_lens_cpu, last_loc,
+     * extend_num_tokens */
+    {"extend", 7, 6, {2, 4, 5}, 0, 1},
+    /* alloc_decode: seq_lens, seq_lens_cpu, last_loc */
+    {"decode", 4, 0, {2, 3}, 0, 1},
+};
+
+enum { FORMS = sizeof(forms) / sizeof(forms[0]), PARTS = 3 };
+
+/* Tags of records that are no calls (kvcore.targets.recording_tape). */
+enum { PART = 0x0F00, ANSWER = 0x0F01 };
+
+/* Of a `Recorded`: what records unusual calls, what notes an error, what writes down an unusual
+ * answer, and the allocator whose mapping has the peers of an answer, or None. Of an `Either`: what
+ * records calls on the first object and on the other one. */
 typedef struct {
     PyObject_HEAD
     vectorcallfunc call;
     State *tape;
-    PyObject *method, *unusual, *failed, *names;
+    PyObject *method, *unusual, *failed, *answered, *mapped, *names;
     PyObject *first, *of_first, *of_other;
-    int kind;
+    const Form *form;
     uint16_t tag;
 } Recorded;
 
-static PyObject *name_start_pos;
+static PyObject *name_start_pos, *name_mapping;
 
-/* Whether the record is written: 0 if there is no room, and then nothing was. */
+/* One record. */
+typedef struct {
+    int64_t number;
+    const void *body;
+    int64_t size;
+    uint16_t tag;
+} Record;
+
+/* Whether all of them are written: 0 if there is no room, and then nothing was. */
 static int
-write_record(State *tape, uint16_t tag, int64_t number, const void *body, int64_t size)
+write_records(State *tape, const Record *records, int count)
 {
-    if (size > UINT32_MAX || tape->tail + HEAD + size >= tape->room) {
+    int64_t total = 0;
+    for (int i = 0; i < count; i++) {
+        if (records[i].size > UINT32_MAX) {
+            return 0;
+        }
+        total += HEAD + records[i].size;
+    }
+    if (tape->tail + total >= tape->room) {
         return 0;
     }
     char *at = (char *)(intptr_t)tape->address + tape->tail;
-    uint32_t bytes = (uint32_t)size;
-    if (size) {
-        memcpy(at + HEAD, body, size);
+    for (int i = 0; i < count; i++) {
+        uint32_t bytes = (uint32_t)records[i].size;
+        if (bytes && records[i].body != at + HEAD) {
+            memcpy(at + HEAD, records[i].body, bytes);
+        }
+        memcpy(at, &records[i].number, sizeof(int64_t));
+        memcpy(at + SIZE_AT, &bytes, sizeof(bytes));
+        /* Not before the rest, whenever the process ends. */
+        __atomic_signal_fence(__ATOMIC_SEQ_CST);
+        memcpy(at + TAG_AT, &records[i].tag, sizeof(uint16_t));
+        at += HEAD + bytes;
     }
-    memcpy(at, &number, sizeof(number));
-    memcpy(at + SIZE_AT, &bytes, sizeof(bytes));
-    /* Not before the rest, whenever the process ends. */
-    __atomic_signal_fence(__ATOMIC_SEQ_CST);
-    memcpy(at + TAG_AT, &tag, sizeof(tag));
-    tape->tail += HEAD + size;
+    tape->tail += total;
     return 1;
+}
+
+/* Whether an index is a vector whose numbers lie side by side. */
+static int
+as_row(PyObject *index, Vector *vector)
+{
+    return as_vector(index, vector) && vector->stride == 1;
+}
+
+/* Whether this is an int of Python's that a record can hold. */
+static int
+as_number(PyObject *object, int64_t *number)
+{
+    int overflow;
+    if (!PyLong_CheckExact(object)) {
+        return 0;
+    }
+    *number = PyLong_AsLongLongAndOverflow(object, &overflow);
+    return overflow == 0 && *number >= -INT64_MAX;
 }
 
 /* Whether this is the plainest call there is, and written down. */
 static int
 is_written(Recorded *self, PyObject *const *args, Py_ssize_t count, PyObject *names)
 {
-    Vector slots;
+    const Form *form = self->form;
     Py_ssize_t named = names != NULL ? PyTuple_GET_SIZE(names) : 0;
-    int64_t number = 0;
-    if (self->kind == BARE) {
-        return count == 1 && write_record(self->tape, self->tag, 0, NULL, 0);
-    }
-    if (count != 2 || named != (self->kind == SEGMENT)) {
+    Record records[1 + PARTS] = {{0, NULL, 0, self->tag}};
+    Vector vector;
+    int used = 1;
+    /* A start is given by name, everything else by place. */
+    if (count != form->count || named != (form->number == form->count)) {
         return 0;
     }
-    if (self->kind == SEGMENT) {
-        if (PyTuple_GET_ITEM(names, 0) != name_start_pos || !is_start(args[2], 1)) {
+    if (named && PyTuple_GET_ITEM(names, 0) != name_start_pos) {
+        return 0;
+    }
+    if (form->number && !as_number(args[form->number], &records[0].number)) {
+        return 0;
+    }
+    for (int i = 0; i < PARTS && form->tensors[i]; i++) {
+        if (!as_row(args[form->tensors[i]], &vector)) {
             return 0;
         }
-        number = PyLong_AsLongLong(args[2]);
+        Record *record = form->body && i == 0 ? &records[0] : &records[used++];
+        record->body = vector.data;
+        record->size = vector.size * (int64_t)sizeof(int64_t);
+        if (record != &records[0]) {
+            record->number = 0;
+            record->tag = PART;
+        }
     }
-    if (!as_vector(args[1], &slots) || (slots.stride != 1 && slots.size > 1)) {
+    return write_records(self->tape, records, used);
+}
+
+/* Whether an allocator's mapping names a peer of each slot; 0 leaves zeros. */
+static int
+write_peers(const Vector *slots, PyObject *allocator, char *peers)
+{
+    Vector mapping;
+    int64_t done = 0;
+    PyObject *found = PyObject_GetAttr(allocator, name_mapping);
+    if (found == NULL) {
+        PyErr_Clear();
         return 0;
     }
-    return write_record(self->tape, self->tag, number, slots.data, slots.size * 8);
+    int is_row = as_row(found, &mapping);
+    for (; is_row && done < slots->size; done++) {
+        int64_t slot = slots->data[done];
+        if (slot < 0 || slot >= mapping.size) {
+            break;
+        }
+        /* Records begin anywhere, not where an int64 may. */
+        memcpy(peers + done * sizeof(int64_t), &mapping.data[slot], sizeof(int64_t));
+    }
+    Py_DECREF(found);
+    if (!is_row || done < slots->size) {
+        /* What lies behind the last record is zero. */
+        memset(peers, 0, done * sizeof(int64_t));
+        return 0;
+    }
+    return 1;
+}
+
+/* Whether this is the plainest answer there is, and written down. */
+static int
+is_answer_written(Recorded *self, PyObject *answer)
+{
+    State *tape = self->tape;
+    Vector slots;
+    if (answer == Py_None) {
+        Record refused = {-1, NULL, 0, ANSWER};
+        return write_records(tape, &refused, 1);
+    }
+    if (!as_row(answer, &slots)) {
+        return 0;
+    }
+    int64_t size = slots.size * (int64_t)sizeof(int64_t);
+    Record records[2] = {{0, slots.data, size, ANSWER}, {0, NULL, size, PART}};
+    if (self->mapped == Py_None) {
+        return write_records(tape, records, 1);
+    }
+    /* The peers go straight to where they are to be, in front of everything else. */
+    if (tape->tail + 2 * (HEAD + size) >= tape->room) {
+        return 0;
+    }
+    char *peers = (char *)(intptr_t)tape->address + tape->tail + 2 * HEAD + size;
+    records[1].body = peers;
+    return write_peers(&slots, self->mapped, peers) && write_records(tape, records, 2);
 }
 
 static PyObject *
@@ -123,6 +255,12 @@ recorded_call(PyObject *callable, PyObject *const *args, size_t flagged, PyObjec
         }
         Py_XDECREF(noted);
         PyErr_Restore(type, error, traceback);
+    } else if (self->form->lends && !is_answer_written(self, answer)) {
+        PyObject *said = PyObject_CallOneArg(self->answered, answer);
+        if (said == NULL) {
+            Py_CLEAR(answer);
+        }
+        Py_XDECREF(said);
     }
     tape->inside = 0;
     return answer;
@@ -131,30 +269,32 @@ recorded_call(PyObject *callable, PyObject *const *args, size_t flagged, PyObjec
 static int
 recorded_init(Recorded *self, PyObject *args, PyObject *kwds)
 {
-    static char *keys[] = {"tape", "tag", "kind", "method", "unusual", "failed", NULL};
-    PyObject *tape, *method, *unusual, *failed;
-    const char *kind;
+    static char *keys[] = {"tape",   "tag",      "form",   "method", "unusual",
+                           "failed", "answered", "mapped", NULL};
+    PyObject *tape, *method, *unusual, *failed, *answered, *mapped;
+    const char *name;
     unsigned short tag;
-    if (!PyArg_ParseTupleAndKeywords(args, kwds, "O!HsOOO", keys, &StateType, &tape, &tag, &kind,
-                                     &method, &unusual, &failed)) {
+    if (!PyArg_ParseTupleAndKeywords(args, kwds, "O!HsOOOOO", keys, &StateType, &tape, &tag, &name,
+                                     &method, &unusual, &failed, &answered, &mapped)) {
         return -1;
     }
-    if (strcmp(kind, "index") == 0) {
-        self->kind = INDEX;
-    } else if (strcmp(kind, "segment") == 0) {
-        self->kind = SEGMENT;
-    } else if (strcmp(kind, "bare") == 0) {
-        self->kind = BARE;
-    } else {
-        PyErr_Format(PyExc_ValueError, "expected index, segment or bare, got %s", kind);
+    const Form *form = forms;
+    while (form < forms + FORMS && strcmp(form->name, name) != 0) {
+        form++;
+    }
+    if (form == forms + FORMS) {
+        PyErr_Format(PyExc_ValueError, "Recorded: expected the name of a form, got %s", name);
         return -1;
     }
+    self->form = form;
     self->call = recorded_call;
     self->tag = tag;
     Py_XSETREF(self->tape, (State *)Py_NewRef(tape));
     Py_XSETREF(self->method, Py_NewRef(method));
     Py_XSETREF(self->unusual, Py_NewRef(unusual));
     Py_XSETREF(self->failed, Py_NewRef(failed));
+    Py_XSETREF(self->answered, Py_NewRef(answered));
+    Py_XSETREF(self->mapped, Py_NewRef(mapped));
     return 0;
 }
 
@@ -202,6 +342,8 @@ recorded_traverse(Recorded *self, visitproc visit, void *arg)
     Py_VISIT(self->method);
     Py_VISIT(self->unusual);
     Py_VISIT(self->failed);
+    Py_VISIT(self->answered);
+    Py_VISIT(self->mapped);
     Py_VISIT(self->names);
     Py_VISIT(self->first);
     Py_VISIT(self->of_first);
@@ -216,6 +358,8 @@ recorded_clear(Recorded *self)
     Py_CLEAR(self->method);
     Py_CLEAR(self->unusual);
     Py_CLEAR(self->failed);
+    Py_CLEAR(self->answered);
+    Py_CLEAR(self->mapped);
     Py_CLEAR(self->names);
     Py_CLEAR(self->first);
     Py_CLEAR(self->of_first);
@@ -264,7 +408,8 @@ PyMODINIT_FUNC
 PyInit__tape(void)
 {
     name_start_pos = PyUnicode_InternFromString("start_pos");
-    if (name_start_pos == NULL || PyType_Ready(&StateType) < 0 ||
+    name_mapping = PyUnicode_InternFromString("full_to_swa_index_mapping");
+    if (name_start_pos == NULL || name_mapping == NULL || PyType_Ready(&StateType) < 0 ||
         PyType_Ready(&RecordedType) < 0 || PyType_Ready(&EitherType) < 0) {
         return NULL;
     }

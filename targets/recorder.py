@@ -46,10 +46,12 @@ Peers = Callable[[torch.Tensor], Any]
 class _Wrapping:
     """Makes recording methods for the calls on one side."""
 
-    def __init__(self, tape: Tape, side: Side, peers: Peers | None) -> None:
+    def __init__(self, tape: Tape, side: Side, mapped: Any = None) -> None:
+        """``mapped``: the allocator, where its mapping has the peers of an answer."""
         self._tape = tape
         self._side = side << SIDE_SHIFT
-        self._peers = peers
+        self._mapped = mapped
+        self._peers = _peers(mapped) if mapped is not None else None
 
     def make(self, name: str, method: Method) -> Method:
         """The recording form of the method of that name."""
@@ -57,14 +59,15 @@ class _Wrapping:
         recorded = shape(self, self._side | call, method)
         return update_wrapper(recorded, method, updated=())
 
-    def _shortest(self, kind: str, tag: int, method: Method, other: Method) -> Method:
+    def _shortest(self, form: str, tag: int, method: Method, other: Method) -> Method:
         """The compiled form of ``other``, to which it leaves all but the plainest calls; where
         there is none, that itself."""
         update_wrapper(other, method, updated=())
         if COMPILED is None:
             return other
+        note = partial(_note, self._tape)
         recorded: Method = COMPILED.Recorded(
-            self._tape, tag, kind, method, other, partial(_note, self._tape)
+            self._tape, tag, form, method, other, note, self._answered, self._mapped
         )
         return recorded
 
@@ -82,7 +85,7 @@ class _Wrapping:
         def write(page_ids: Any) -> None:
             self._tape.tensor(tag, 0, page_ids)
 
-        return self._guarded(tag, method, write)
+        return self._shortest("index", tag, method, self._guarded(tag, method, write))
 
     def segment(self, tag: int, method: Method) -> Method:
         """One tensor and where it starts in its row."""
@@ -115,7 +118,7 @@ class _Wrapping:
             self._tape.tensor(tag, 0, full_indices)
             self._tape.tensor(Mark.PART, 0, swa_indices)
 
-        return self._guarded(tag, method, write)
+        return self._shortest("pair", tag, method, self._guarded(tag, method, write))
 
     def unmapping(self, tag: int, method: Method) -> Method:
         """`clear_full_to_swa_mapping`."""
@@ -123,7 +126,7 @@ class _Wrapping:
         def write(full_indices: Any) -> None:
             self._tape.tensor(tag, 0, full_indices)
 
-        return self._guarded(tag, method, write)
+        return self._shortest("index", tag, method, self._guarded(tag, method, write))
 
     def recovery(self, tag: int, method: Method) -> Method:
         """`recover_tombstone`."""
@@ -132,7 +135,7 @@ class _Wrapping:
             self._tape.tensor(tag, 0, kept_full)
             self._tape.tensor(Mark.PART, 0, incoming_full)
 
-        return self._guarded(tag, method, write)
+        return self._shortest("pair", tag, method, self._guarded(tag, method, write))
 
     def bare(self, tag: int, method: Method) -> Method:
         """A call that has nothing to write down."""
@@ -152,7 +155,7 @@ class _Wrapping:
         def write(need_size: int, **more: Any) -> None:
             self._tape.plain(tag, _within(need_size))
 
-        return self._guarded(tag, method, write, lends=True)
+        return self._shortest("number", tag, method, self._guarded(tag, method, write, lends=True))
 
     def extend(self, tag: int, method: Method) -> Method:
         """`alloc_extend`; the lengths are read where they are on the host."""
@@ -172,7 +175,7 @@ class _Wrapping:
             tape.tensor(Mark.PART, 0, seq_lens_cpu)
             tape.tensor(Mark.PART, 0, last_loc)
 
-        return self._guarded(tag, method, write, lends=True)
+        return self._shortest("extend", tag, method, self._guarded(tag, method, write, lends=True))
 
     def tail(self, tag: int, method: Method) -> Method:
         """`alloc_extend_swa_tail`: a batch of one, and where its tail ends (-1: with the row)."""
@@ -205,7 +208,7 @@ class _Wrapping:
             self._tape.tensor(Mark.PART, 0, seq_lens_cpu)
             self._tape.tensor(Mark.PART, 0, last_loc)
 
-        return self._guarded(tag, method, write, lends=True)
+        return self._shortest("decode", tag, method, self._guarded(tag, method, write, lends=True))
 
     def _guarded(
         self, tag: int, method: Method, write: Callable[..., None], *, lends: bool = False
@@ -325,11 +328,11 @@ class Recording:
         self._tape = Tape(self.raw, msgspec.json.encode(header))
         self._translation: Translation | None = None
         self._classes: list[tuple[Any, type]] = []
-        peers = _peers(allocator) if header.geometry.hybrid else None
-        self._attach([allocator], [_Wrapping(self._tape, Side.WHOLE, peers)])
+        mapped = allocator if header.geometry.hybrid else None
+        self._attach([allocator], [_Wrapping(self._tape, Side.WHOLE, mapped)])
         sides = self._objects[1:]
         if sides:
-            wrappings = [_Wrapping(self._tape, side, None) for side, _ in sides]
+            wrappings = [_Wrapping(self._tape, side) for side, _ in sides]
             self._attach([each for _, each in sides], wrappings)
 
     def _attach(self, objects: list[Any], wrappings: list[_Wrapping]) -> None:
