@@ -1,7 +1,7 @@
 """How the harness spends its time: each source against the least that it could take.
 
-The walker against the bare target, which is given the same ops without model, laws and proposals;
-the rules of the stateful machine against an empty one with as many, which is Hypothesis alone; the
+The walker against the bare target, which is given the same ops without model, laws and proposals,
+and so the same walk without views and laws, which is what no check could be cheaper than; the rules of the stateful machine against an empty one with as many, which is Hypothesis alone; the
 walker against the machine; two workers against one. In one process, in turn, in CPU time; each
 round has another seed. Leaves out how soon a source finds a fault (`kvcore faults`).
 """
@@ -26,9 +26,9 @@ from hypothesis.stateful import (
 
 from kvcore.benchmarks.contest import no_collector, orders
 from kvcore.benchmarks.plan import BenchPlan
-from kvcore.benchmarks.results import Grid, Metric, Section
+from kvcore.benchmarks.results import Grid, Metric, Section, as_key
 from kvcore.invariants import Run, drive
-from kvcore.models import Geometry
+from kvcore.models import Geometry, model_of
 from kvcore.strategies.machine import CHOICES, machine_for, widest_contract
 from kvcore.strategies.machine_rules import rules_for
 from kvcore.strategies.profiles import search_settings
@@ -57,22 +57,37 @@ class Measured(NamedTuple):
     closing_steps: int = 0
 
 
-def walk_and_replay(geometry: Geometry, programs: int, seed: int) -> tuple[float, float]:
-    """CPU seconds of checked walks, and of their ops on the bare target; programs alternate."""
-    make, rng = open_target(TARGET), random.Random(seed)
-    walked = bare = 0.0
+class Walks(NamedTuple):
+    """CPU seconds of the same walks: checked, followed by the model alone, on the bare target."""
+
+    checked: float
+    followed: float
+    bare: float
+
+
+def walk_thrice(geometry: Geometry, programs: int, seed: int) -> Walks:
+    """Checked walks, the same without any view or law, and their ops on the bare target, in turn
+    program by program."""
+    make, rng, same = open_target(TARGET), random.Random(seed), random.Random(seed)
+    checked = followed = bare = 0.0
     for _ in range(programs):
         start = time.process_time()
         run, walker = Run(make(geometry), period=PERIOD), Walker(rng, PROGRAM_OPS)
         while (op := walker.next_op(run.model)) is not None:
             run.step(op)
-        walked += time.process_time() - start
+        checked += time.process_time() - start
+        start = time.process_time()
+        target, walker = make(geometry), Walker(same, PROGRAM_OPS)
+        model = model_of(geometry, target.contract)
+        while (op := walker.next_op(model)) is not None:
+            model.accept(op, target.apply(op))
+        followed += time.process_time() - start
         start = time.process_time()
         target = make(geometry)
         for op in run.program:
             target.apply(op)
         bare += time.process_time() - start
-    return walked, bare
+    return Walks(checked, followed, bare)
 
 
 def walk(geometry: Geometry, programs: int, seed: int) -> Measured:
@@ -178,7 +193,7 @@ def sources_metrics(page_size: int, plan: BenchPlan) -> Iterator[Metric]:
     """All sources at one page size."""
     geometry, sizes = GEOMETRIES[page_size], plan.sizes
     measured: dict[str, list[Measured]] = {name: [] for name in SOURCES}
-    ratios: list[float] = []
+    all_walks: list[Walks] = []
     # The first program of each source pays for what is made once a process.
     for measure in SOURCES.values():
         measure(geometry, 1, plan.seed)
@@ -186,8 +201,7 @@ def sources_metrics(page_size: int, plan: BenchPlan) -> Iterator[Metric]:
         for number, order in enumerate(orders(list(SOURCES), sizes.rounds, plan.seed)):
             seed = plan.seed + number
             walks = sizes.programs * WALKS_A_PROGRAM
-            walked, bare = walk_and_replay(geometry, walks, seed)
-            ratios.append(walked / bare)
+            all_walks.append(walk_thrice(geometry, walks, seed))
             for name in order:
                 programs = walks if name == "walker" else sizes.programs
                 measured[name].append(SOURCES[name](geometry, programs, seed))
@@ -201,13 +215,17 @@ def sources_metrics(page_size: int, plan: BenchPlan) -> Iterator[Metric]:
     seconds = sum(one.seconds - one.closing_seconds for one in machines)
     rules = seconds / sum(one.steps - one.closing_steps for one in machines)
     row, key = f"page size {page_size}", f"harness.page{page_size}"
-    yield Metric(f"{key}.walker_over_bare", row, "walker / bare target", median(ratios), "times")
+    over_bare = median(one.checked / one.bare for one in all_walks)
+    yield Metric(f"{key}.walker_over_bare", row, "walker / bare target", over_bare, "times")
+    followed = median(one.followed / one.bare for one in all_walks)
+    label = "unchecked walk / bare target"
+    yield Metric(f"{key}.followed_over_bare", row, label, followed, "times")
     over_empty = rules / cost["empty machine"]
     yield Metric(f"{key}.machine_over_empty", row, "machine / empty one", over_empty, "times")
     faster = cost["machine"] / cost["walker"]
     yield Metric(f"{key}.walker_faster_than_machine", row, "machine / walker", faster, "times")
-    for name in ("walker", "machine", "program"):
-        yield Metric(f"{key}.{name}_steps", row, f"{name} steps/s", 1 / cost[name], "steps/s")
+    for name in SOURCES:
+        yield Metric(f"{key}.{as_key(name)}_steps", row, f"{name} steps/s", 1 / cost[name], "steps/s")
 
 
 def workers_metrics(plan: BenchPlan) -> Iterator[Metric]:

@@ -92,8 +92,7 @@ class FreeList(ABC):
     def _commit(self, num_pages: int) -> None:
         """`commit` without `need_sort`."""
 
-    @property
-    def num_pages(self) -> int:
+    def num_free(self) -> int:
         """Pages that can be taken now, those waiting to be merged included."""
         if self._with_gaps:
             self.close_gaps()
@@ -170,7 +169,7 @@ class FreeList(ABC):
         """Whether `take(num_pages)` would succeed; counts gaps only if the rest is too little."""
         if num_pages <= self._end - self._head + self._num_released:
             return True
-        return bool(self._with_gaps) and num_pages <= self.num_pages
+        return bool(self._with_gaps) and num_pages <= self.num_free()
 
     def front(self, num_pages: int) -> torch.Tensor:
         """The entries that would be taken next: int64 `[num_pages]`, a view.
@@ -194,7 +193,7 @@ class FreeList(ABC):
     def _bring_forward(self, num_pages: int) -> None:
         """Have so many pages in the store."""
         if not self.has_room(num_pages):
-            raise GeometryError(f"take of {num_pages} pages, but only {self.num_pages} are free")
+            raise GeometryError(f"take of {num_pages} pages, but only {self.num_free()} are free")
         self.merge_and_sort()
 
     def advance(self, num_pages: int) -> None:

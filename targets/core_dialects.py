@@ -20,6 +20,7 @@ from kvcore import (
 from kvcore.allocator.single import SinglePoolAllocator
 from kvcore.models.ops import Form
 from kvcore.targets.dialect import Slots, decode_vectors, extend_vectors
+from kvcore.targets.host_arrays import SharedArray
 from kvcore.targets.protocol import Answers
 
 
@@ -291,9 +292,15 @@ HYBRID_QUERIES = (
 class HybridDialect(PairedDialect[SWATokenToKVPoolAllocator]):
     """Calls on the hybrid allocator itself."""
 
+    def __init__(self, allocator: SWATokenToKVPoolAllocator, device: torch.device) -> None:
+        super().__init__(allocator, device)
+        self._mapping = SharedArray()
+
     def pending_lists(self) -> tuple[list[int], ...]:
         """`pending_pages` as numbers: a group is open at every third step of a program."""
         whole = self.allocator
+        if not whole.full_to_swa_index_mapping.is_cpu:
+            return super().pending_lists()
         full, swa = whole.full_attn_allocator, whole.swa_attn_allocator
         on_full = full.pending_page_list() if full.free_group_is_open else []
         on_swa = swa.pending_page_list() if swa.free_group_is_open else []
@@ -302,10 +309,14 @@ class HybridDialect(PairedDialect[SWATokenToKVPoolAllocator]):
         queued = whole.queued_peer_pages()
         if not queued:
             return on_full, on_swa
-        size, mapping = whole.page_size, whole.full_to_swa_index_mapping.tolist()
-        rows = (mapping[page * size : (page + 1) * size] for page in queued)
-        peers = {max(row) // size for row in rows}
-        return on_full, sorted({*on_swa, *(page for page in peers if page > 0)})
+        size = whole.page_size
+        mapping = self._mapping.over(whole.full_to_swa_index_mapping).tolist()
+        # No comprehension, which is a call of its own in Python 3.11.
+        peers = set(on_swa)
+        for page in queued:
+            if (entry := max(mapping[page * size : (page + 1) * size])) > 0:
+                peers.add(entry // size)
+        return on_full, sorted(peers)
 
     def answers(self) -> Answers:
         """Capacity in slots; geometry and capacity of the whole against the sides'."""

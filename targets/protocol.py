@@ -268,10 +268,11 @@ class ListedView(View):
     """The view of a small target on a CPU: taken in plain lists, which cost less there than one
     tensor, and packed into tensors only if somebody asks for them."""
 
+    listed: HostView
+    _parts: tuple[torch.Tensor, ...] | None = None
+
     def __init__(self, host: HostView, streams: tuple[Stream, ...]) -> None:
         self.listed = host
-        self._shown = host
-        self._parts = None
         self.streams = streams
         self.answers = host.answers
         self.memory = host.memory
@@ -279,24 +280,24 @@ class ListedView(View):
     @property
     def holds_answers(self) -> bool:
         """Whether it shows any tensor of an earlier answer."""
-        return bool(self._shown.held)
+        return bool(self.listed.held)
 
     @property
     def holds_stamps(self) -> bool:
         """Whether it shows the pools' contents."""
-        return bool(self._shown.stamps)
+        return bool(self.listed.stamps)
 
     def host(self) -> HostView:
         """The lists."""
-        return self._shown
+        return self.listed
 
     def _laid_out(self) -> Layout:
-        shown = self._shown
+        shown = self.listed
         return Layout(len(shown.stamps), len(shown.pending), tuple(shown.held))
 
     def _split(self) -> tuple[torch.Tensor, ...]:
         if self._parts is None:
-            shown = self._shown
+            shown = self.listed
             parts = (
                 *(shown.full_free, shown.swa_free, shown.mapping, *shown.stamps, *shown.pending),
                 *(*shown.held.values(), shown.device_free, shown.device_mapping),

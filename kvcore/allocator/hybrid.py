@@ -85,6 +85,13 @@ class HybridAllocator(BaseTokenToKVPoolAllocator):
     `kvcache.register_mapping`.
     """
 
+    size: int = 0
+    """Tokens of the smaller side."""
+    size_full: int = 0
+    """Tokens of the full pool."""
+    size_swa: int = 0
+    """Tokens of the SWA pool."""
+
     def __init__(
         self,
         size: int,
@@ -129,6 +136,8 @@ class HybridAllocator(BaseTokenToKVPoolAllocator):
         )
 
     def _build_mapping(self) -> None:
+        self.size_full, self.size_swa = self.full_attn_allocator.size, self.swa_attn_allocator.size
+        self.size = min(self.size_full, self.size_swa)
         self.full_to_swa_index_mapping = torch.zeros(
             self.size_full + self.page_size + 1, dtype=torch.int64, device=self._index_device
         )
@@ -213,21 +222,6 @@ class HybridAllocator(BaseTokenToKVPoolAllocator):
     # -- capacity ------------------------------------------------------------------------------
 
     @property
-    def size(self) -> int:
-        """Tokens of the smaller side."""
-        return min(self.full_attn_allocator.size, self.swa_attn_allocator.size)
-
-    @property
-    def size_full(self) -> int:
-        """Tokens of the full pool."""
-        return self.full_attn_allocator.size
-
-    @property
-    def size_swa(self) -> int:
-        """Tokens of the SWA pool."""
-        return self.swa_attn_allocator.size
-
-    @property
     def queued_peer_slots(self) -> torch.Tensor:
         """The first slot of each full page whose peer the open group has yet to capture.
 
@@ -249,15 +243,15 @@ class HybridAllocator(BaseTokenToKVPoolAllocator):
     def available_size(self) -> int:
         """Tokens that one `alloc` could get: what the poorer side has."""
         full, swa = self.full_attn_allocator.free_list, self.swa_attn_allocator.free_list
-        return min(full.num_pages, swa.num_pages) * self.page_size
+        return min(full.num_free(), swa.num_free()) * self.page_size
 
     def full_available_size(self) -> int:
         """Tokens available on the full side."""
-        return self.full_attn_allocator.free_list.num_pages * self.page_size
+        return self.full_attn_allocator.free_list.num_free() * self.page_size
 
     def swa_available_size(self) -> int:
         """Tokens available on the SWA side."""
-        return self.swa_attn_allocator.free_list.num_pages * self.page_size
+        return self.swa_attn_allocator.free_list.num_free() * self.page_size
 
     def new_pages_available(self, num_full_pages: int, num_swa_pages: int) -> bool:
         """Whether both sides have that many pages."""

@@ -132,7 +132,7 @@ class PagePool(BaseTokenToKVPoolAllocator):
 
     def num_lent(self) -> int:
         """Pages on loan, of a pool that is not uncertain."""
-        return self.num_pages - self.free_list.num_pages
+        return self.num_pages - self.free_list.num_free()
 
     def take_gaps_closed(self) -> int:
         """The gaps that the free list found in counted entries since this was last asked."""
@@ -144,7 +144,7 @@ class PagePool(BaseTokenToKVPoolAllocator):
 
     def available_size(self) -> int:
         """Tokens in free pages, those set aside by `need_sort` included."""
-        return self.free_list.num_pages * self.page_size
+        return self.free_list.num_free() * self.page_size
 
     def has_room(self, num_pages: int) -> bool:
         """Whether `take_pages(num_pages)` would succeed."""

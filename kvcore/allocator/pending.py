@@ -209,6 +209,8 @@ class PendingFrees:
         """`all_pages` as numbers, in any order; changes nothing here."""
         size = self._page_size
         found: set[int] = set()
+        if not self:
+            return found
         if self._host_pages:
             found.update(self._joined().tolist())
         for ids in self._pages:
@@ -219,7 +221,7 @@ class PendingFrees:
             found.update(slot // size for slot in slots.tolist())
         for entries in self._entries:
             found.update(entry // unit for entry in entries.tolist())
-        return {page for page in found if page > 0}
+        return found if min(found, default=1) > 0 else {page for page in found if page > 0}
 
 
 def distinct_pages(slots: torch.Tensor, page_size: int) -> torch.Tensor:

@@ -22,7 +22,7 @@ def make(
 def test_a_new_list_holds_every_page_but_the_padding_page_in_order() -> None:
     assert make(5).free_pages.tolist() == [1, 2, 3, 4, 5]
     assert make(5).release_pages.tolist() == []
-    assert make(5).num_pages == 5
+    assert make(5).num_free() == 5
 
 
 def test_taken_pages_leave_from_the_front() -> None:
@@ -51,7 +51,7 @@ def test_need_sort_keeps_returned_pages_aside_until_a_take_needs_them() -> None:
     pages.give(taken.flip(0))
     assert pages.free_pages.tolist() == [4]
     assert pages.release_pages.tolist() == [3, 2, 1]
-    assert pages.num_pages == 4
+    assert pages.num_free() == 4
     assert pages.take(1).tolist() == [4]
     assert pages.take(2).tolist() == [1, 2], "merged in ascending order"
     assert pages.release_pages.tolist() == []
@@ -62,11 +62,11 @@ def test_takes_are_undone_exactly_even_those_that_merged(newest_first: bool) -> 
     for need_sort in (False, True):
         pages = make(6, need_sort=need_sort, newest_first=newest_first)
         pages.give(pages.take(4)[[2, 0]])
-        before = (pages.free_pages.tolist(), pages.release_pages.tolist(), pages.num_pages)
+        before = (pages.free_pages.tolist(), pages.release_pages.tolist(), pages.num_free())
         position = pages.position()
         pages.take(1)
         pages.take(3)
-        assert pages.num_pages == 0
+        assert pages.num_free() == 0
         pages.rewind(position)
         assert before == (pages.free_pages.tolist(), pages.release_pages.tolist(), 4)
         assert sorted(pages.take(4).tolist()) == [1, 3, 5, 6]
@@ -112,7 +112,7 @@ def test_more_free_pages_than_exist_are_refused(need_sort: bool) -> None:
     pages.give(taken)
     with pytest.raises(DoubleFreeError, match="at most 3"):
         pages.give(taken)
-    assert pages.num_pages == 3
+    assert pages.num_free() == 3
 
 
 def test_reset_makes_every_page_free_in_order() -> None:
@@ -122,7 +122,7 @@ def test_reset_makes_every_page_free_in_order() -> None:
     pages.reset()
     assert pages.free_pages.tolist() == [1, 2, 3, 4]
     assert pages.release_pages.tolist() == []
-    assert pages.num_pages == 4
+    assert pages.num_free() == 4
 
 
 @pytest.mark.parametrize("newest_first", [False, True])
@@ -136,7 +136,7 @@ def test_pages_given_with_gaps_are_free_and_the_gaps_are_not(
     pages.give_with_gaps(torch.tensor([0]))
     pages.give_with_gaps(taken[2:5])
     pages.give(taken[1:2])
-    assert pages.num_pages == 5
+    assert pages.num_free() == 5
     assert pages.has_room(5)
     assert not pages.has_room(6)
     free = pages.free_pages.tolist() + pages.release_pages.tolist()
@@ -167,7 +167,7 @@ def test_gaps_are_not_counted_while_the_other_pages_suffice() -> None:
     assert pages.has_room(2)
     assert pages.take(1).tolist() == [3], "what is not counted yet is lent later"
     assert pages.take_gaps_closed() == 0
-    assert pages.num_pages == 2
+    assert pages.num_free() == 2
     assert pages.free_pages.tolist() == [2, 4]
     assert pages.take_gaps_closed() == 1
     assert pages.take_gaps_closed() == 0
@@ -177,7 +177,7 @@ def test_gaps_that_are_not_to_be_counted_are_not() -> None:
     pages = make(4)
     pages.give_with_gaps(pages.take(2) * torch.tensor([0, 1]))
     pages.give_with_gaps(torch.tensor([0, 1, 0]), counted=False)
-    assert pages.num_pages == 4
+    assert pages.num_free() == 4
     assert pages.take_gaps_closed() == 1
 
 
@@ -224,8 +224,8 @@ def test_every_page_is_in_one_place_whatever_is_taken_and_given(
     lent: list[int] = []
     handed_out: list[tuple[torch.Tensor, list[int]]] = []
     for _ in range(400):
-        if choose.random() < 0.5 and pages.num_pages:
-            count = choose.randint(0, pages.num_pages)
+        if choose.random() < 0.5 and pages.num_free():
+            count = choose.randint(0, pages.num_free())
             if newest_first or choose.random() < 0.5:
                 taken = pages.take(count)
             else:
@@ -245,7 +245,7 @@ def test_every_page_is_in_one_place_whatever_is_taken_and_given(
                 given.fill_(-7)
         everything = pages.free_pages.tolist() + pages.release_pages.tolist() + lent
         assert Counter(everything) == Counter(range(1, 10))
-        assert pages.num_pages == 9 - len(lent)
+        assert pages.num_free() == 9 - len(lent)
     assert all(tensor.tolist() == values for tensor, values in handed_out), "L8"
 
 
@@ -285,10 +285,10 @@ def test_what_is_written_into_a_place_is_free_when_it_is_committed() -> None:
         taken = pages.take(2)
         pages.place(2).copy_(taken)
         assert pages.free_pages.tolist() == [3, 4]
-        assert pages.num_pages == 2
+        assert pages.num_free() == 2
         pages.commit(2)
         assert sorted(pages.free_pages.tolist()) == [1, 2, 3, 4]
-        assert pages.num_pages == 4
+        assert pages.num_free() == 4
         with pytest.raises(DoubleFreeError, match="give of 1 pages to 4 free ones"):
             pages.place(1)
 
