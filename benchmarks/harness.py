@@ -8,9 +8,11 @@ round has another seed. Leaves out how soon a source finds a fault (`kvcore faul
 
 from __future__ import annotations
 
+import gc
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -24,7 +26,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvcore.benchmarks.contest import no_collector, orders
+from kvcore.benchmarks.contest import orders
 from kvcore.benchmarks.plan import BenchPlan
 from kvcore.benchmarks.results import Grid, Metric, Section, as_key
 from kvcore.invariants import Run, drive
@@ -178,6 +180,18 @@ def _search(machine: Any, programs: int, seed: int) -> float:
     return time.process_time() - start
 
 
+@contextmanager
+def collector_of_workers() -> Iterator[None]:
+    """The garbage collector as the workers of a campaign have it: what was loaded before is left
+    out, what the sources make is looked through."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
 WALKS_A_PROGRAM = 4
 """Walks for each program of Hypothesis, which takes longer."""
 
@@ -197,7 +211,7 @@ def sources_metrics(page_size: int, plan: BenchPlan) -> Iterator[Metric]:
     # The first program of each source pays for what is made once a process.
     for measure in SOURCES.values():
         measure(geometry, 1, plan.seed)
-    with no_collector():
+    with collector_of_workers():
         for number, order in enumerate(orders(list(SOURCES), sizes.rounds, plan.seed)):
             seed = plan.seed + number
             walks = sizes.programs * WALKS_A_PROGRAM
