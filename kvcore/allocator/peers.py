@@ -17,7 +17,7 @@ import torch
 from kvcore.allocator.arguments import Segment, as_index, is_start
 from kvcore.allocator.giving import GivingAllocator
 from kvcore.allocator.host_rows import HostRows
-from kvcore.allocator.ownership import PENDING, Ids
+from kvcore.allocator.ownership import PENDING, Ids, distinct_ids
 from kvcore.allocator.pending import PendingFrees, pages_on_host, without_repetitions
 
 
@@ -400,7 +400,7 @@ class PeerReleasingAllocator(GivingAllocator):
         entries = rows.firsts[pages]
         found = entries[entries > 0]
         if again:
-            found = np.unique(found)
+            found = distinct_ids(found)
         rows.unmap(pages)
         # Queued as a device would, so that both lend in the same order afterwards.
         counted = not again and source.is_counted and not self._may_miss_peers()

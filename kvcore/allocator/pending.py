@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from kvcore.allocator.arguments import INT64, is_start, plain_vector
-from kvcore.allocator.ownership import Ids, on_host
+from kvcore.allocator.ownership import Ids, distinct_ids, on_host
 
 
 class PendingFrees:
@@ -202,7 +202,7 @@ class PendingFrees:
         found += [on_host(entries) // unit for entries in self._entries]
         if not found:
             return torch.empty(0, dtype=torch.int64, device=self._device)
-        pages = np.unique(np.concatenate(found))
+        pages = distinct_ids(np.concatenate(found))
         return torch.from_numpy(pages[pages > 0]).to(self._device)
 
     def page_set(self, unit: int) -> set[int]:
@@ -250,11 +250,7 @@ def pages_on_host(slots: torch.Tensor, page_size: int) -> Ids:
     numbers: Ids = slots.numpy()
     if page_size == 1:
         return numbers
-    pages = numbers // page_size
-    pages.sort()
-    is_new = np.ones(pages.size, dtype=np.bool_)
-    np.not_equal(pages[1:], pages[:-1], out=is_new[1:])
-    return pages[is_new]
+    return distinct_ids(numbers // page_size)
 
 
 def without_repetitions(numbers: torch.Tensor) -> torch.Tensor:
