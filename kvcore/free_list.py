@@ -72,6 +72,9 @@ class FreeList(ABC):
         )
         self._store_size = 2 * num_pages
         self._on_cpu = device.type == "cpu"
+        self._host_store: Ids
+        self._host_released: Ids
+        self._address: int
         self._with_gaps: list[tuple[torch.Tensor, bool]]
         self._gaps_closed: int
         self.reset()
@@ -142,17 +145,15 @@ class FreeList(ABC):
 
     def _use(self, store: torch.Tensor, start: int, num_pages: int) -> None:
         """Go on with a store that holds so many free pages."""
-        self._store = store
-        self._head, self._end = start, start + num_pages
-        self._see_memory()
-
-    def _see_memory(self) -> None:
-        """Look at the memory of the tensors, on a CPU."""
-        if self._on_cpu:
-            self._host_released: Ids = self._released.numpy()
-            self._host_store: Ids = self._store.numpy()
-            # Where the compiled form of a free finds it (`_native.c`).
-            self._address = self._store.data_ptr()
+        end = start + num_pages
+        if not self._on_cpu:
+            self._store, self._head, self._end = store, start, end
+            return
+        memory, released, address = store.numpy(), self._released.numpy(), store.data_ptr()
+        # Compiled code writes to the address (`_native.c`): so no call is in between that could be
+        # interrupted, and the array keeps alive what is there.
+        self._host_store, self._host_released, self._address = memory, released, address
+        self._store, self._head, self._end = store, start, end
 
     def __getstate__(self) -> dict[str, Any]:
         views = ("_host_released", "_host_store", "_address")
@@ -161,7 +162,7 @@ class FreeList(ABC):
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         # A copy has tensors of its own.
-        self._see_memory()
+        self._use(self._store, self._head, self._end - self._head)
 
     # -- taking --------------------------------------------------------------------------------
 

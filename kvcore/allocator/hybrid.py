@@ -85,13 +85,6 @@ class HybridAllocator(BaseTokenToKVPoolAllocator):
     `kvcache.register_mapping`.
     """
 
-    size: int = 0
-    """Tokens of the smaller side."""
-    size_full: int = 0
-    """Tokens of the full pool."""
-    size_swa: int = 0
-    """Tokens of the SWA pool."""
-
     def __init__(
         self,
         size: int,
@@ -136,8 +129,6 @@ class HybridAllocator(BaseTokenToKVPoolAllocator):
         )
 
     def _build_mapping(self) -> None:
-        self.size_full, self.size_swa = self.full_attn_allocator.size, self.swa_attn_allocator.size
-        self.size = min(self.size_full, self.size_swa)
         self.full_to_swa_index_mapping = torch.zeros(
             self.size_full + self.page_size + 1, dtype=torch.int64, device=self._index_device
         )
@@ -220,6 +211,21 @@ class HybridAllocator(BaseTokenToKVPoolAllocator):
         self._wire()
 
     # -- capacity ------------------------------------------------------------------------------
+
+    @property
+    def size(self) -> int:
+        """Tokens of the smaller side."""
+        return min(self.full_attn_allocator.size, self.swa_attn_allocator.size)
+
+    @property
+    def size_full(self) -> int:
+        """Tokens of the full pool."""
+        return self.full_attn_allocator.size
+
+    @property
+    def size_swa(self) -> int:
+        """Tokens of the SWA pool."""
+        return self.swa_attn_allocator.size
 
     @property
     def queued_peer_slots(self) -> torch.Tensor:

@@ -1,11 +1,15 @@
 """The free list: conservation, order of reuse, ownership of what it hands out."""
 
 import random
+import sys
 from collections import Counter
+from types import FrameType
+from typing import Any
 
 import pytest
 import torch
 
+from kvcore import SWATokenToKVPoolAllocator, free_list
 from kvcore.errors import DoubleFreeError, GeometryError
 from kvcore.free_list import FreeList, PageStack, SlotLog
 
@@ -311,3 +315,43 @@ def test_a_stack_never_moves() -> None:
         pages.give(pages.take(7))
     assert pages._store is store
     assert store.numel() == 1000
+
+
+class InterruptAt:
+    """Interrupts what runs under it at the so-manieth line of the module of free lists."""
+
+    def __init__(self, line: int) -> None:
+        self._left = line
+        self._before = sys.gettrace()
+
+    def __enter__(self) -> None:
+        sys.settrace(self)
+
+    def __exit__(self, *raised: object) -> None:
+        sys.settrace(self._before)
+
+    def __call__(self, frame: FrameType, event: str, argument: object) -> Any:
+        if frame.f_code.co_filename != free_list.__file__:
+            return None
+        self._left -= event == "line"
+        if self._left == 0:
+            raise KeyboardInterrupt
+        return self
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_an_interrupt_leaves_no_address_of_memory_that_is_gone(page_size: int) -> None:
+    """Wherever it comes: compiled code writes to that address."""
+    size = 8 * page_size
+    allocator = SWATokenToKVPoolAllocator(size, size, page_size, torch.int64, "cpu", None, True)
+    lists = [allocator.full_attn_allocator.free_list, allocator.swa_attn_allocator.free_list]
+    interrupted = 0
+    for line in range(1, 100):
+        try:
+            with InterruptAt(line):
+                allocator.clear()
+        except KeyboardInterrupt:
+            interrupted += 1
+        for each in lists:
+            assert each._address == each._host_store.ctypes.data
+    assert 10 < interrupted < 99
