@@ -166,7 +166,7 @@ LAWS: tuple[Law, ...] = (
     Law(
         "raises",
         "legal calls do not raise",
-        "A call that keeps the contract does not raise.",
+        "A call that keeps the contract does not raise, nor does a query.",
         Cost.EACH_ANSWER,
         "sglang#36739",
     ),

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvcore.models import Clause, Geometry
+from kvcore.models.reference import OUT_OF_BOUNDS
+from kvcore.targets.attempt import raised_by
 
 
 def pages_clause(law: str, expected: str, seen: str, side: str, pages: Iterable[int]) -> Clause:
@@ -19,6 +21,16 @@ def pages_clause(law: str, expected: str, seen: str, side: str, pages: Iterable[
         seen,
         full_pages=ids if side == "full" else (),
         swa_pages=ids if side == "swa" else (),
+    )
+
+
+def query_clause(error: Exception) -> Clause:
+    """A clause about a query, or whatever else a view asks for, that raised."""
+    raised = raised_by(error)
+    out = OUT_OF_BOUNDS.intersection((raised.kind, *raised.bases))
+    law = "bounds" if out else "raises"
+    return Clause(
+        law, "capacity, free pages and mapping can be asked for", f"{raised.kind}: {raised.message}"
     )
 
 

@@ -11,10 +11,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from kvcore.invariants.catalogue import BY_ID, LAWS, PRECEDENCE
 from kvcore.invariants.check import Check
+from kvcore.invariants.clauses import query_clause
 from kvcore.invariants.failures import FAILURES, failure_changes_nothing
 from kvcore.invariants.image import Image, ListImage
 from kvcore.invariants.schedule import schedule
@@ -204,7 +205,10 @@ class Run:
         """Apply and judge an op; ``kind`` is what violations call it, empty for its label."""
         before = self._last
         if before is None or op.hostile:
-            before = self._view_before(op)
+            try:
+                before = self._view_before(op)
+            except Exception as error:
+                self._break([query_clause(error)], kind or op.label)
         outcome = self.target.apply(op)
         answer = type(outcome)
         if answer is Refused:
@@ -258,7 +262,11 @@ class Run:
             periodic = drained or type(op) in ON_CONTENTS or len(self.program) % self._period == 0
         else:
             periodic = drained or self._contents_are_due(op)
-        view = self._last = self.target.view(stamps=periodic)
+        try:
+            view = self._last = self.target.view(stamps=periodic)
+        except Exception as error:
+            self._last = None
+            return [query_clause(error)]
         check = Check(self.model, op, outcome, before, view, self._held, drained)
         failed = before is not None and isinstance(outcome, FAILURES)
         self._rounds += 1
@@ -313,8 +321,12 @@ class Run:
         return type(op) in ON_CONTENTS or len(self.program) % self._period == 0
 
     def _changed_by_failure(self, op: Op, outcome: Outcome, before: View | None) -> bool:
-        """Whether law L5 alone is broken, on a new view."""
-        self._last = self.target.view(stamps=False)
+        """Whether law L5 alone is broken, on a new view, or there can be none."""
+        try:
+            self._last = self.target.view(stamps=False)
+        except Exception:
+            # Asked again, it is the clause of another law.
+            return True
         check = Check(self.model, op, outcome, before, self._last, self._held)
         broken = bool(failure_changes_nothing(check))
         self._asked["L5"] += not broken
@@ -344,7 +356,7 @@ class Run:
             checks[law] = self._asked[law]
         checks["L8"] = self._answers_seen
 
-    def _break(self, clauses: list[Clause], kind: str) -> None:
+    def _break(self, clauses: list[Clause], kind: str) -> NoReturn:
         ordered = sorted(clauses, key=lambda clause: PRECEDENCE[clause.law])
         index = len(self.program) if kind == DRAIN else len(self.program) - 1
         self.violation = Violation(ordered[0].law, index, kind, tuple(ordered))

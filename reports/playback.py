@@ -29,14 +29,15 @@ BROKEN_WHEN_FRESH = "broken before the first op, whatever it is"
 class Playback:
     """How a program ended on a target. ``answers`` run beside ``program`` (None: the op never
     returned). ``before`` and ``after`` are the moments around op ``index``, which is the length of
-    the program for the drain after its last op; ``after`` is None if the process died."""
+    the program for the drain after its last op. ``after`` is None if the process died; so is either
+    where the target's queries raise."""
 
     target: str
     geometry: Geometry
     verdict: Verdict
     answers: list[Outcome | None]
     index: int
-    before: Moment
+    before: Moment | None
     after: Moment | None
 
     @property
@@ -116,6 +117,11 @@ def watch(target: str, geometry: Geometry, verdict: Verdict, index: int) -> Play
     return Playback(target, geometry, verdict, answers, index, before, _look(run, witness))
 
 
-def _look(run: Run, witness: Witness) -> Moment:
+def _look(run: Run, witness: Witness) -> Moment | None:
     answer = witness.answers[-1] if witness.answers else None
-    return look(run, witness.view(stamps=True), witness.last, answer)
+    try:
+        view = witness.view(stamps=True)
+    except Exception:
+        # Which law that breaks, the violation says.
+        return None
+    return look(run, view, witness.last, answer)

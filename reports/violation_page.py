@@ -22,7 +22,7 @@ from kvcore.reports.lines import SAME, SIGN
 from kvcore.reports.memory_table import memory_table
 from kvcore.reports.moment import Moment
 from kvcore.reports.page_tables import page_tables
-from kvcore.reports.playback import Playback
+from kvcore.reports.playback import Playback, died
 from kvcore.reports.request_table import request_table
 from kvcore.reports.wording import answer, arguments, count, pools, ranges
 from kvcore.targets.faults import Fault
@@ -178,13 +178,19 @@ def _states(playback: Playback, violation: Violation) -> Iterator[RenderableType
     if violation.op_kind == DRAIN:
         name = "the drain: all given back, all lent once, all given back"
     yield heading(f"State before and after {name}")
-    moments = [playback.before, playback.after]
+    moments = [moment for moment in (playback.before, playback.after) if moment is not None]
     yield _groups(moments)
     yield from _tables(moments, violation.clauses)
 
 
 def _last_state(playback: Playback, name: str) -> Iterator[RenderableType]:
-    yield heading(f"State before {name}, in which the process died")
+    if playback.before is None:
+        yield heading(f"There is no state to show before {name}: the target's queries raise")
+        return
+    violation = playback.violation
+    has_died = violation is not None and died(violation)
+    what = "in which the process died" if has_died else "after which the target's queries raise"
+    yield heading(f"State before {name}, {what}")
     yield _groups([playback.before])
     yield from _tables([playback.before])
 

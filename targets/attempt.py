@@ -22,12 +22,18 @@ class CallRaised(Exception):
         self.outcome = outcome
 
 
+def raised_by(error: Exception) -> Raised:
+    """What the code on trial raised, as an outcome; of a `CallRaised` the one that it carries."""
+    if isinstance(error, CallRaised):
+        return error.outcome
+    bases = tuple(base.__name__ for base in type(error).__mro__)
+    text = str(error).splitlines()
+    return Raised(type(error).__name__, text[0] if text else "", bases)
+
+
 def attempt(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Make a call into the code on trial; whatever it raises becomes `CallRaised`."""
     try:
         return call(*args, **kwargs)
     except Exception as error:
-        bases = tuple(base.__name__ for base in type(error).__mro__)
-        text = str(error).splitlines()
-        raised = Raised(type(error).__name__, text[0] if text else "", bases)
-        raise CallRaised(raised) from error
+        raise CallRaised(raised_by(error)) from error

@@ -322,7 +322,8 @@ class Target(Protocol):
 
     def view(self, *, stamps: bool) -> View:
         """The state now; with ``stamps`` the pools' contents, pending pages, the request pool's
-        table and the memory saver's state too."""
+        table and the memory saver's state too. What a query of the allocator raises may be passed
+        on: it breaks a law."""
         ...
 
     def close(self) -> None:

@@ -43,6 +43,7 @@ def verdict_of(program: tuple[Op, ...], violation: Violation | None = None) -> V
 
 def test_the_state_after_a_step_is_what_the_program_says() -> None:
     seen = watch("kvcore", GEOMETRY, verdict_of(PROGRAM), 3)
+    assert seen.before is not None
     assert seen.after is not None
     assert set(seen.after.owners.values()) == {Owner(1, 0, 2), Owner(1, 1, 2), Owner(1, 2, 1)}
     assert seen.after.group_open

@@ -37,18 +37,42 @@ class Forgetful:
         self.free_pages = torch.cat([self.free_pages, pages])
 
 
+class Suspicious(Forgetful):
+    """Looks after itself when it is asked how much room there is."""
+
+    def available_size(self):
+        assert len(self.free_pages) >= self.expected, "a page was lost"
+        return super().available_size()
+
+    expected = 0
+
+    def alloc(self, need_size):
+        slots = super().alloc(need_size)
+        self.expected = len(self.free_pages)
+        return slots
+
+    def free(self, free_index):
+        self.expected += len(torch.unique(free_index // self.page_size))
+        super().free(free_index)
+
+
 def forgetful(geometry):
     return field_target(geometry, Forgetful(geometry.full_size, geometry.page_size))
+
+
+def suspicious(geometry):
+    return field_target(geometry, Suspicious(geometry.full_size, geometry.page_size))
 '''
 
 
+@pytest.mark.parametrize("name", ["forgetful", "suspicious"])
 def test_every_finding_on_foreign_code_is_shown_and_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "somebodys_allocator.py").write_text(SOURCE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    target = "python:somebodys_allocator:forgetful"
+    target = f"python:somebodys_allocator:{name}"
     arguments = ["verify", "--target", target, "--time-budget", "2s", "--workers", "1"]
     assert main(arguments) == 1
     shown = capsys.readouterr()
