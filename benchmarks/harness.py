@@ -1,9 +1,10 @@
 """How the harness spends its time: each source against the least that it could take.
 
 The walker against the bare target, which is given the same ops without model, laws and proposals,
-and so the same walk without views and laws, which is what no check could be cheaper than; the rules of the stateful machine against an empty one with as many, which is Hypothesis alone; the
-walker against the machine; two workers against one. In one process, in turn, in CPU time; each
-round has another seed. Leaves out how soon a source finds a fault (`kvcore faults`).
+and so the same walk without views and laws, than which no check could be cheaper; the rules of the
+stateful machine against an empty one with as many, which is Hypothesis alone; the walker against
+the machine; two workers against one. In one process, in turn, in CPU time; each round has another
+seed. Leaves out how soon a source finds a fault (`kvcore faults`).
 """
 
 from __future__ import annotations
@@ -239,7 +240,9 @@ def sources_metrics(page_size: int, plan: BenchPlan) -> Iterator[Metric]:
     faster = cost["machine"] / cost["walker"]
     yield Metric(f"{key}.walker_faster_than_machine", row, "machine / walker", faster, "times")
     for name in SOURCES:
-        yield Metric(f"{key}.{as_key(name)}_steps", row, f"{name} steps/s", 1 / cost[name], "steps/s")
+        yield Metric(
+            f"{key}.{as_key(name)}_steps", row, f"{name} steps/s", 1 / cost[name], "steps/s"
+        )
 
 
 def workers_metrics(plan: BenchPlan) -> Iterator[Metric]:

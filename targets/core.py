@@ -31,7 +31,6 @@ from kvcore.models.hostile import HOSTILE_CALLS
 from kvcore.models.ops import OP_KINDS
 from kvcore.targets.core_dialects import HybridDialect, PureDialect, SingleDialect
 from kvcore.targets.core_sparse import CompressedDialect, HiSparseDialect
-from kvcore.targets.dialect import Dialect
 from kvcore.targets.driver import AllocatorTarget
 from kvcore.targets.hostile import CoreHostility
 from kvcore.targets.memory import SaverProbe
@@ -75,8 +74,9 @@ class CoreParts:
 
 
 @lru_cache(maxsize=64)
-def core_contract(geometry: Geometry, *, validate: bool) -> Contract:
-    """The widest contract: every op, every form, every hostile call that the build can see."""
+def core_contract(geometry: Geometry, *, validate: bool, owned: bool = False) -> Contract:
+    """The widest contract: every op, every form, every hostile call that the build can see.
+    ``owned``: callers leave alone what they free in a group."""
     out: frozenset[str] = frozenset()
     if geometry.pure_swa:
         out |= HYBRID_OPS - {"free_swa", "free_full"}
@@ -85,7 +85,9 @@ def core_contract(geometry: Geometry, *, validate: bool) -> Contract:
     out |= RETRACTION_OPS if geometry.sparse else SPARSE_OPS
     out |= frozenset() if geometry.saver else SAVER_OPS
     hostile = {name for name, call in HOSTILE_CALLS.items() if validate or not call.values}
-    return Contract(ops=frozenset(OP_KINDS) - out, hostile=frozenset(hostile))
+    return Contract(
+        ops=frozenset(OP_KINDS) - out, hostile=frozenset(hostile), overwrite_deferred=not owned
+    )
 
 
 def core_target(
@@ -93,10 +95,11 @@ def core_target(
     *,
     name: str = "kvcore",
     validate: bool = True,
+    owned: bool = False,
     parts: CoreParts | None = None,
     device: str = "cpu",
 ) -> AllocatorTarget:
-    """kvcore's allocator of ``geometry`` with a pool, empty."""
+    """kvcore's allocator of ``geometry`` with a pool, empty; ``owned``: so are its groups."""
     if geometry.serves:
         raise UnsupportedGeometry(
             "an allocator's programs are of calls, not of requests over a prefix cache; got "
@@ -115,7 +118,8 @@ def core_target(
     requests = _requests(geometry, parts, allocator, device) if geometry.requests else None
     probe = SaverProbe(saver, *stamped.ranges()) if saver is not None else None
     hostile = CoreHostility(allocator, pool, geometry, stamped.device, probe)
-    contract = core_contract(geometry, validate=validate)
+    contract = core_contract(geometry, validate=validate, owned=owned)
+    dialect.owns_tensors = owned
     return AllocatorTarget(
         name,
         geometry,
@@ -138,7 +142,9 @@ def _requests(
     return RequestRows(pool, retraction)
 
 
-Built = tuple[BaseTokenToKVPoolAllocator, Dialect, StampedPool]
+OurDialect = SingleDialect | HybridDialect | PureDialect | HiSparseDialect | CompressedDialect
+
+Built = tuple[BaseTokenToKVPoolAllocator, OurDialect, StampedPool]
 """An allocator, how it is called, and its pool with the stamps."""
 
 

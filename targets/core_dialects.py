@@ -45,6 +45,8 @@ class CoreDialect(Generic[AllocatorT]):
     def __init__(self, allocator: AllocatorT, device: torch.device) -> None:
         self.allocator = allocator
         self.device = device
+        self.owns_tensors = False
+        """Whether callers promise to leave alone what they free in a group."""
         self.nothing = torch.empty(0, dtype=torch.int64, device=device)
         """No pages, no slots."""
 
@@ -95,7 +97,10 @@ class CoreDialect(Generic[AllocatorT]):
 
     def group_begin(self) -> None:
         """`free_group_begin`."""
-        self.allocator.free_group_begin()
+        if self.owns_tensors:
+            self.allocator.free_group_begin(owned=True)
+        else:
+            self.allocator.free_group_begin()
 
     def group_end(self) -> None:
         """`free_group_end`."""

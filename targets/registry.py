@@ -28,6 +28,12 @@ from kvcore.targets.twin import forwarding_twin
 CHECKED = {"kvcore": True, "kvcore#unchecked": False, "kvcore#torch": False}
 """The variants of our own, and whether their allocators check values."""
 
+OWNED = "kvcore#owned"
+"""Another one, whose callers leave alone what they free in a group."""
+
+BY_TORCH = ("kvcore#torch", OWNED)
+"""Variants without numpy and compiled code."""
+
 WRAPPED = "kvcore#wrapped"
 WRAPPER = "wrapper beside inner"
 KERNELS = "KVCORE_KERNELS"
@@ -43,6 +49,7 @@ def list_targets() -> list[tuple[str, str]]:
         ("kvcore", "kvcore's own allocators, every check on; the default"),
         ("kvcore#unchecked", "the same with validate=False, as engines run them"),
         ("kvcore#torch", "unchecked too, by torch alone: as on a device, where numpy cannot help"),
+        (OWNED, "the same in owned groups, whose callers leave alone the tensors that they free"),
         (
             WRAPPED,
             "the compressed HiSparse allocator beside the hybrid one that it wraps, on the same "
@@ -72,7 +79,7 @@ def open_target(name: str) -> TargetFactory:
     family, colon, rest = name.partition(":")
     if name == WRAPPED:
         return lambda geometry: forwarding_twin(geometry, name=name)
-    if name in CHECKED:
+    if name in CHECKED or name == OWNED:
         return partial(_core, name)
     if family == "fault" and colon:
         return _fault(rest)
@@ -87,7 +94,7 @@ def open_target(name: str) -> TargetFactory:
 def variants(name: str) -> list[str]:
     """The targets that a verification of ``name`` covers: all ways in which it is called."""
     if name == "kvcore":
-        return [*CHECKED, WRAPPED]
+        return [*CHECKED, OWNED, WRAPPED]
     if name.startswith("sglang:") and "#" not in name:
         return [name, f"{name}#exhaustion"]
     return [name]
@@ -126,6 +133,9 @@ def machines(name: str) -> tuple[str, ...]:
     one that shows it, foreign ones as hybrid allocators, or if they are none as single pools."""
     if name == WRAPPED:
         return (WRAPPER,)
+    if name == OWNED:
+        # Whole requests free through the core's own callers, which promise nothing.
+        return tuple(machine for machine in MACHINES if machine not in ("requests", WRAPPER))
     if name.startswith("kvcore"):
         return MACHINES if name == "kvcore" else MACHINES[:-1]
     family, _, rest = name.partition(":")
@@ -136,7 +146,9 @@ def machines(name: str) -> tuple[str, ...]:
 
 def _core(name: str, geometry: Geometry) -> Target:
     make = serving_core_target if geometry.serves else core_target
-    if name != "kvcore#torch":
+    if name == OWNED:
+        make = partial(core_target, owned=True)
+    if name not in BY_TORCH:
         return make(geometry, name=name, validate=CHECKED[name])
     # What decides is read when an allocator is built.
     before = os.environ.get(KERNELS)
