@@ -154,6 +154,7 @@ class Run:
         self._periodic = self._usual = self._drained = 0
         self._answers_seen = 0
         self._asked = dict.fromkeys(OCCASIONAL_LAWS, 0)
+        self._counted = (-1,) * 5
 
     def step(self, op: Op) -> Outcome | Skipped:
         """Apply one op if it is allowed; raises `LawBroken` when a law breaks."""
@@ -334,7 +335,11 @@ class Run:
 
     def _settle_tally(self) -> None:
         """Count what the steps left uncounted: the program's ops, the ops in groups and the checks.
-        Begins anew each time, so it does not matter how often, nor where a run was interrupted."""
+        Begins anew where anything was done since, so it does not matter how often, nor where a run
+        was interrupted."""
+        counted = (len(self.program), self._skipped, self._probes, self._judged, self._rounds)
+        if counted == self._counted:
+            return
         tally, kinds = self._tally, [op.kind for op in self.program]
         tally.steps = len(kinds) + self._probes
         tally.skipped, tally.refusals = self._skipped, self._refusals
@@ -355,6 +360,7 @@ class Run:
         for law in OCCASIONAL_LAWS:
             checks[law] = self._asked[law]
         checks["L8"] = self._answers_seen
+        self._counted = counted
 
     def _break(self, clauses: list[Clause], kind: str) -> NoReturn:
         ordered = sorted(clauses, key=lambda clause: PRECEDENCE[clause.law])

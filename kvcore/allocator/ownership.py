@@ -51,8 +51,10 @@ def distinct_ids(ids: Ids) -> Ids:
     As `np.unique`, whose first call in a process imports `numpy.ma`: tens of milliseconds in the
     middle of serving.
     """
-    ascending = np.sort(ids)
-    is_new = np.ones(ascending.size, dtype=np.bool_)
+    ascending = ids.copy()
+    ascending.sort()
+    is_new = np.empty(ascending.size, dtype=np.bool_)
+    is_new[:1] = True
     np.not_equal(ascending[1:], ascending[:-1], out=is_new[1:])
     return ascending[is_new]
 
