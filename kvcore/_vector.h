@@ -38,7 +38,7 @@ enum { DL_CPU = 1, DL_INT = 0 };
 
 /* Of the compiled modules and of what Python expects of them (kvcore.native); one more whenever
  * either changes, so that an old binary in a checkout is not used. */
-#define KVCORE_LAYOUT 2
+#define KVCORE_LAYOUT 3
 
 /* No index is longer; so no number of bytes or pages overflows. */
 #define MOST_SLOTS ((int64_t)1 << 32)

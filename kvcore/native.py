@@ -15,7 +15,7 @@ import torch
 
 _EXCHANGE = "__dlpack_c_exchange_api__"
 
-LAYOUT = 2
+LAYOUT = 3
 """What the compiled modules and their users agree on (`_vector.h`)."""
 
 

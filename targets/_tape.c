@@ -70,19 +70,20 @@ enum { FORMS = sizeof(forms) / sizeof(forms[0]), PARTS = 3 };
 enum { PART = 0x0F00, ANSWER = 0x0F01 };
 
 /* Of a `Recorded`: what records unusual calls, what notes an error, what writes down an unusual
- * answer, and the allocator whose mapping has the peers of an answer, or None. Of an `Either`: what
- * records calls on the first object and on the other one. */
+ * answer, the object whose calls are recorded, and whether its mapping has the peers of an answer.
+ * Of an `Either`: what records calls on the first object and on the other one. */
 typedef struct {
     PyObject_HEAD
     vectorcallfunc call;
     State *tape;
-    PyObject *method, *unusual, *failed, *answered, *mapped, *names;
+    PyObject *method, *unusual, *failed, *answered, *owner, *names, *references;
     PyObject *first, *of_first, *of_other;
     const Form *form;
     uint16_t tag;
+    int has_peers;
 } Recorded;
 
-static PyObject *name_start_pos, *name_mapping;
+static PyObject *name_start_pos, *name_mapping, *name_self;
 
 /* One record. */
 typedef struct {
@@ -176,60 +177,84 @@ is_written(Recorded *self, PyObject *const *args, Py_ssize_t count, PyObject *na
     return write_records(self->tape, records, used);
 }
 
-/* Whether an allocator's mapping names a peer of each slot; 0 leaves zeros. */
+/* Whether a mapping names a peer of each slot; 0 leaves zeros. */
 static int
-write_peers(const Vector *slots, PyObject *allocator, char *peers)
+write_peers(const Vector *slots, const Vector *mapping, char *peers)
 {
-    Vector mapping;
-    int64_t done = 0;
-    PyObject *found = PyObject_GetAttr(allocator, name_mapping);
-    if (found == NULL) {
-        PyErr_Clear();
-        return 0;
-    }
-    int is_row = as_row(found, &mapping);
-    for (; is_row && done < slots->size; done++) {
+    for (int64_t done = 0; done < slots->size; done++) {
         int64_t slot = slots->data[done];
-        if (slot < 0 || slot >= mapping.size) {
-            break;
+        if (slot < 0 || slot >= mapping->size) {
+            /* What lies behind the last record is zero. */
+            memset(peers, 0, done * sizeof(int64_t));
+            return 0;
         }
         /* Records begin anywhere, not where an int64 may. */
-        memcpy(peers + done * sizeof(int64_t), &mapping.data[slot], sizeof(int64_t));
-    }
-    Py_DECREF(found);
-    if (!is_row || done < slots->size) {
-        /* What lies behind the last record is zero. */
-        memset(peers, 0, done * sizeof(int64_t));
-        return 0;
+        memcpy(peers + done * sizeof(int64_t), &mapping->data[slot], sizeof(int64_t));
     }
     return 1;
+}
+
+/* The same with the peers of its slots. */
+static int
+is_answer_mapped(Recorded *self, PyObject *answer)
+{
+    State *tape = self->tape;
+    Vector slots, mapping;
+    /* Before all else is looked at: it may be a property, which may do anything. */
+    PyObject *found = PyObject_GetAttr(self->owner, name_mapping);
+    if (found == NULL) {
+        /* What this is about shows again where Python writes the answer; an interrupt does not. */
+        if (PyErr_ExceptionMatches(PyExc_Exception)) {
+            PyErr_Clear();
+        }
+        return 0;
+    }
+    int is_written = 0;
+    if (as_row(found, &mapping) && as_row(answer, &slots)) {
+        int64_t size = slots.size * (int64_t)sizeof(int64_t);
+        /* The peers go straight to where they are to be, in front of everything else. */
+        if (tape->tail + 2 * (HEAD + size) < tape->room) {
+            char *peers = (char *)(intptr_t)tape->address + tape->tail + 2 * HEAD + size;
+            Record records[2] = {{0, slots.data, size, ANSWER}, {0, peers, size, PART}};
+            is_written = write_peers(&slots, &mapping, peers) && write_records(tape, records, 2);
+        }
+    }
+    Py_DECREF(found);
+    return is_written;
 }
 
 /* Whether this is the plainest answer there is, and written down. */
 static int
 is_answer_written(Recorded *self, PyObject *answer)
 {
-    State *tape = self->tape;
     Vector slots;
     if (answer == Py_None) {
         Record refused = {-1, NULL, 0, ANSWER};
-        return write_records(tape, &refused, 1);
+        return write_records(self->tape, &refused, 1);
+    }
+    if (self->has_peers) {
+        return is_answer_mapped(self, answer);
     }
     if (!as_row(answer, &slots)) {
         return 0;
     }
-    int64_t size = slots.size * (int64_t)sizeof(int64_t);
-    Record records[2] = {{0, slots.data, size, ANSWER}, {0, NULL, size, PART}};
-    if (self->mapped == Py_None) {
-        return write_records(tape, records, 1);
+    Record lent = {0, slots.data, slots.size * (int64_t)sizeof(int64_t), ANSWER};
+    return write_records(self->tape, &lent, 1);
+}
+
+/* What a method is called on, or NULL. */
+static PyObject *
+object_of(PyObject *const *args, size_t flagged, PyObject *names)
+{
+    if (PyVectorcall_NARGS(flagged) > 0) {
+        return args[0];
     }
-    /* The peers go straight to where they are to be, in front of everything else. */
-    if (tape->tail + 2 * (HEAD + size) >= tape->room) {
-        return 0;
+    for (Py_ssize_t i = 0; names != NULL && i < PyTuple_GET_SIZE(names); i++) {
+        if (PyTuple_GET_ITEM(names, i) == name_self) {
+            return args[i];
+        }
     }
-    char *peers = (char *)(intptr_t)tape->address + tape->tail + 2 * HEAD + size;
-    records[1].body = peers;
-    return write_peers(&slots, self->mapped, peers) && write_records(tape, records, 2);
+    return NULL;
 }
 
 static PyObject *
@@ -237,7 +262,7 @@ recorded_call(PyObject *callable, PyObject *const *args, size_t flagged, PyObjec
 {
     Recorded *self = (Recorded *)callable;
     State *tape = self->tape;
-    if (tape->inside) {
+    if (tape->inside || object_of(args, flagged, names) != self->owner) {
         return PyObject_Vectorcall(self->method, args, flagged, names);
     }
     if (!is_written(self, args, PyVectorcall_NARGS(flagged), names)) {
@@ -256,7 +281,7 @@ recorded_call(PyObject *callable, PyObject *const *args, size_t flagged, PyObjec
         Py_XDECREF(noted);
         PyErr_Restore(type, error, traceback);
     } else if (self->form->lends && !is_answer_written(self, answer)) {
-        PyObject *said = PyObject_CallOneArg(self->answered, answer);
+        PyObject *said = PyErr_Occurred() ? NULL : PyObject_CallOneArg(self->answered, answer);
         if (said == NULL) {
             Py_CLEAR(answer);
         }
@@ -270,12 +295,14 @@ static int
 recorded_init(Recorded *self, PyObject *args, PyObject *kwds)
 {
     static char *keys[] = {"tape",   "tag",      "form",   "method", "unusual",
-                           "failed", "answered", "mapped", NULL};
-    PyObject *tape, *method, *unusual, *failed, *answered, *mapped;
+                           "failed", "answered", "owner",  "has_peers", NULL};
+    PyObject *tape, *method, *unusual, *failed, *answered, *owner;
     const char *name;
     unsigned short tag;
-    if (!PyArg_ParseTupleAndKeywords(args, kwds, "O!HsOOOOO", keys, &StateType, &tape, &tag, &name,
-                                     &method, &unusual, &failed, &answered, &mapped)) {
+    int has_peers;
+    if (!PyArg_ParseTupleAndKeywords(args, kwds, "O!HsOOOOOp", keys, &StateType, &tape, &tag,
+                                     &name, &method, &unusual, &failed, &answered, &owner,
+                                     &has_peers)) {
         return -1;
     }
     const Form *form = forms;
@@ -294,7 +321,8 @@ recorded_init(Recorded *self, PyObject *args, PyObject *kwds)
     Py_XSETREF(self->unusual, Py_NewRef(unusual));
     Py_XSETREF(self->failed, Py_NewRef(failed));
     Py_XSETREF(self->answered, Py_NewRef(answered));
-    Py_XSETREF(self->mapped, Py_NewRef(mapped));
+    Py_XSETREF(self->owner, Py_NewRef(owner));
+    self->has_peers = has_peers;
     return 0;
 }
 
@@ -304,7 +332,7 @@ either_call(PyObject *callable, PyObject *const *args, size_t flagged, PyObject 
     Recorded *self = (Recorded *)callable;
     PyObject *method = self->method;
     if (!self->tape->inside) {
-        int is_first = PyVectorcall_NARGS(flagged) > 0 && args[0] == self->first;
+        int is_first = object_of(args, flagged, names) == self->first;
         method = is_first ? self->of_first : self->of_other;
     }
     return PyObject_Vectorcall(method, args, flagged, names);
@@ -343,7 +371,7 @@ recorded_traverse(Recorded *self, visitproc visit, void *arg)
     Py_VISIT(self->unusual);
     Py_VISIT(self->failed);
     Py_VISIT(self->answered);
-    Py_VISIT(self->mapped);
+    Py_VISIT(self->owner);
     Py_VISIT(self->names);
     Py_VISIT(self->first);
     Py_VISIT(self->of_first);
@@ -359,7 +387,7 @@ recorded_clear(Recorded *self)
     Py_CLEAR(self->unusual);
     Py_CLEAR(self->failed);
     Py_CLEAR(self->answered);
-    Py_CLEAR(self->mapped);
+    Py_CLEAR(self->owner);
     Py_CLEAR(self->names);
     Py_CLEAR(self->first);
     Py_CLEAR(self->of_first);
@@ -371,6 +399,9 @@ static void
 recorded_dealloc(Recorded *self)
 {
     PyObject_GC_UnTrack(self);
+    if (self->references != NULL) {
+        PyObject_ClearWeakRefs((PyObject *)self);
+    }
     recorded_clear(self);
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
@@ -386,13 +417,28 @@ recorded_dealloc(Recorded *self)
         .tp_traverse = (traverseproc)recorded_traverse, .tp_clear = (inquiry)recorded_clear,      \
         .tp_call = PyVectorcall_Call, .tp_vectorcall_offset = offsetof(Recorded, call),           \
         .tp_descr_get = recorded_get, .tp_dictoffset = offsetof(Recorded, names),                 \
+        .tp_weaklistoffset = offsetof(Recorded, references),                                      \
         .tp_getattro = PyObject_GenericGetAttr, .tp_setattro = PyObject_GenericSetAttr,           \
     }
 
 static PyTypeObject RecordedType = METHOD_TYPE("Recorded", recorded_init);
 static PyTypeObject EitherType = METHOD_TYPE("Either", either_init);
 
+/* address_of(buffer): where its bytes are. Not by ctypes, which holds on to them for a while. */
+static PyObject *
+address_of(PyObject *Py_UNUSED(module), PyObject *object)
+{
+    Py_buffer view;
+    if (PyObject_GetBuffer(object, &view, PyBUF_SIMPLE) < 0) {
+        return NULL;
+    }
+    PyObject *address = PyLong_FromVoidPtr(view.buf);
+    PyBuffer_Release(&view);
+    return address;
+}
+
 static PyMethodDef functions[] = {
+    {"address_of", address_of, METH_O, NULL},
     {"bind", bind, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
@@ -409,8 +455,10 @@ PyInit__tape(void)
 {
     name_start_pos = PyUnicode_InternFromString("start_pos");
     name_mapping = PyUnicode_InternFromString("full_to_swa_index_mapping");
-    if (name_start_pos == NULL || name_mapping == NULL || PyType_Ready(&StateType) < 0 ||
-        PyType_Ready(&RecordedType) < 0 || PyType_Ready(&EitherType) < 0) {
+    name_self = PyUnicode_InternFromString("self");
+    if (name_start_pos == NULL || name_mapping == NULL || name_self == NULL ||
+        PyType_Ready(&StateType) < 0 || PyType_Ready(&RecordedType) < 0 ||
+        PyType_Ready(&EitherType) < 0) {
         return NULL;
     }
     PyObject *made = PyModule_Create(&module);

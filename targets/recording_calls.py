@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from kvcore import errors
@@ -20,11 +20,18 @@ from kvcore.models import Contract, Done, Lent, Outcome, Refused, ops
 from kvcore.models.ops import OP_KINDS, Form, Op
 from kvcore.models.violation import some
 from kvcore.targets.recording_batches import Batch, Splits, batch_of
-from kvcore.targets.recording_raw import Call, RawCall, RawHeader, Side
+from kvcore.targets.recording_raw import Call, Ending, RawCall, RawHeader, Side
 from kvcore.targets.recording_rows import Rows, SameRow, Stop
 
 OUR_ERRORS = frozenset(vars(errors))
 """Names of the errors with which kvcore refuses a call; nothing changed then."""
+
+
+UNANSWERED: dict[Ending, str] = {
+    "interrupted": "it was interrupted, and its answer is not on file",
+    "unreadable": "its answer, or the mapping of it, could not be written down",
+}
+"""Endings after which nobody knows who holds what."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +75,18 @@ class Translator:
     def take(self, call: RawCall, *, last: bool) -> bool:
         """Translate one call; False if the trace ends there."""
         before = len(self.rows.ops)
+        # One of its own: the calls may be translated again.
+        call = replace(call)
         try:
             if call.ending == "raised":
                 return self._raised(call)
             if not call.readable:
-                raise Stop("an argument was no tensor of integers")
+                raise Stop("an argument was no integer, nor a tensor of such")
+            unanswered = UNANSWERED.get(call.ending)
+            if unanswered is not None:
+                call.ending, call.slots, call.peers = "unknown", [], []
+                self._dispatch(call)
+                raise Stop(unanswered)
             self._dispatch(call)
             if last and call.ending == "unknown" and len(self.rows.ops) > before:
                 self.note(call.number, f"the process ended in {self._said(call)} or right after it")

@@ -1,7 +1,7 @@
 """Raw recordings read back: the header, and the calls one after the other.
 
 A call has the side that it was made on, its number and tensors, and how it ended, which is unknown
-of the last one if the process died. Leaves out what the calls mean
+of the last one if the process died, and of one that was interrupted. Leaves out what the calls mean
 (`kvcore.targets.recording_calls`).
 """
 
@@ -109,7 +109,9 @@ class RawHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     errors_change_nothing: bool
 
 
-Ending = Literal["returned", "lent", "refused", "raised", "unknown"]
+Ending = Literal["returned", "lent", "refused", "raised", "unknown", "interrupted", "unreadable"]
+"""How a call ended. Interrupted: one that lends, without its answer although the file goes on.
+Unreadable: its answer could not be written, or the peers of it."""
 
 
 @dataclass(slots=True)
@@ -171,11 +173,8 @@ def read_raw(path: Path) -> Recorded:
         raise RecordingError(
             f"{path}: damaged behind call {len(calls)}, expected the records of a recording"
         ) from None
-    last = calls[-1] if calls else None
-    has_peers = header.geometry.hybrid and last is not None and last.side is Side.WHOLE
-    if last is not None and has_peers and len(last.peers) < len(last.slots):
-        # The answer is there, and the process ended before the peers of its slots were.
-        last.ending, last.slots = "unknown", []
+    if header.geometry.hybrid:
+        _require_peers(calls, is_whole=ended is None)
     return Recorded(header, tuple(calls), ended)
 
 
@@ -200,6 +199,15 @@ def _read_header(data: bytes, path: Path) -> tuple[RawHeader, int]:
         raise RecordingError(f"{path}: no header of a recording: {error}") from None
 
 
+def _require_peers(calls: list[RawCall], *, is_whole: bool) -> None:
+    """An answer without its peers is none: the process ended, or the call, while it was written."""
+    for call in calls:
+        lent = call.ending == "lent" and call.side is Side.WHOLE
+        if lent and len(call.peers) != len(call.slots):
+            goes_on = is_whole or call is not calls[-1]
+            call.ending, call.slots = "interrupted" if goes_on else "unknown", []
+
+
 def _read_calls(data: bytes, start: int, calls: list[RawCall]) -> str | None:
     """Fill ``calls``; how the recording ends."""
     parts, answered = 0, False
@@ -222,10 +230,14 @@ def _read_calls(data: bytes, start: int, calls: list[RawCall]) -> str | None:
         if kind == Mark.RAISED:
             calls[-1].ending, calls[-1].error = "raised", body.decode(errors="replace")
         elif kind == Mark.ANSWER:
-            calls[-1].ending = "refused" if number < 0 else "lent"
+            calls[-1].ending = (
+                "refused" if number < 0 else "lent" if vector is not None else "unreadable"
+            )
             calls[-1].slots, answered = vector or [], True
         elif kind == Mark.PART and answered:
             calls[-1].peers = vector or []
+            if vector is None:
+                calls[-1].ending = "unreadable"
         elif kind == Mark.PART:
             calls[-1].vectors.append(vector)
             calls[-1].starts.append(number)
@@ -237,24 +249,26 @@ def _read_calls(data: bytes, start: int, calls: list[RawCall]) -> str | None:
                 calls.pop()
             call = Call(kind & ((1 << SIDE_SHIFT) - 1))
             made = RawCall(len(calls) + 1, call, Side(kind >> SIDE_SHIFT), number)
-            if call in NAMED:
+            if call in NAMED or tag & UNREADABLE:
                 made.vectors.append(vector)
             calls.append(made)
-            parts, answered = made.expected_parts, False
+            # Of a call that could not be written there may be nothing else.
+            parts, answered = 0 if tag & UNREADABLE else made.expected_parts, False
     return _drop_unfinished(calls, parts, "the process ended")
 
 
-def _numbers(body: bytes, *, narrow: bool) -> list[int]:
+def _numbers(body: bytes, *, narrow: bool) -> list[int] | None:
     if len(body) % (4 if narrow else 8):
-        return []
+        return None
     numbers: list[int] = np.frombuffer(body, dtype="<i4" if narrow else "<i8").tolist()
     return numbers
 
 
 def _settle(calls: list[RawCall]) -> None:
-    """Another record follows, so the last call came back; one that lends says so itself."""
-    if calls and calls[-1].ending == "unknown" and calls[-1].call not in LENDING:
-        calls[-1].ending = "returned"
+    """Another record follows, so the last call came back; one that lends says so itself, or was
+    interrupted."""
+    if calls and calls[-1].ending == "unknown":
+        calls[-1].ending = "interrupted" if calls[-1].call in LENDING else "returned"
 
 
 def _drop_unfinished(calls: list[RawCall], parts: int, ended: str) -> str:

@@ -34,7 +34,7 @@ HEAD = struct.Struct("<qIxxH")
 """Number, bytes of the body, tag. Packed in this order, so that the tag commits the record."""
 
 NARROW, UNREADABLE, TAG = 0x8000, 0x4000, 0x0FFF
-"""In a tag: the body is int32 and not int64; an argument was no tensor of integers; the rest."""
+"""In a tag: the body is int32 and not int64; what it should hold could not be written; the rest."""
 
 POPULATE_WRITE = 23
 """Advice of Linux (MADV_POPULATE_WRITE): make pages of a map ready to be written."""
@@ -55,8 +55,9 @@ class RecordingError(Exception):
 
 class Mark(IntEnum):
     """Tags of records that are no calls. PART: a further tensor of the call before it. ANSWER: the
-    slots that it lent, number -1 if it refused. RAISED: the text of what it raised. END: the
-    recording was ended. LOST: it ended itself, for want of room."""
+    slots that it lent, number -1 if it refused; a PART with their peers follows if they have any.
+    RAISED: the text of what it raised. END: the recording was ended. LOST: it ended itself, for
+    want of room."""
 
     PART = 0x0F00
     ANSWER = 0x0F01
@@ -74,9 +75,9 @@ def reader_of(size: int) -> Reader:
     return (ctypes.c_char * size).from_address
 
 
-def _address_of(buffer: mmap.mmap) -> int:
-    """Where the map is, until it is resized; nothing is kept that would forbid that."""
-    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+def holds_numbers(tensor: torch.Tensor) -> bool:
+    """Whether these are integers; truth values are not."""
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
 
 
 def as_vector(index: object) -> torch.Tensor | None:
@@ -89,8 +90,10 @@ def as_vector(index: object) -> torch.Tensor | None:
             return torch.tensor(list(index), dtype=torch.int64)
         except (OverflowError, RuntimeError, ValueError):
             return None
-    if index.is_floating_point() or index.is_complex():
+    if not holds_numbers(index):
         return None
+    if index.dtype is torch.int64 and index.ndim == 1 and index.is_cpu and index.is_contiguous():
+        return index
     try:
         return index.detach().to("cpu", torch.int64).reshape(-1).contiguous()
     except (NotImplementedError, RuntimeError):
@@ -100,6 +103,13 @@ def as_vector(index: object) -> torch.Tensor | None:
 
 COMPILED = bound("kvcore.targets._tape")
 """The compiled helpers for plain calls, or None; see `_tape.c`."""
+
+
+def _address_of(buffer: mmap.mmap) -> int:
+    """Where a map is, until it is resized; only the compiled helpers need to know."""
+    address: int = COMPILED.address_of(buffer) if COMPILED is not None else 0
+    return address
+
 
 if TYPE_CHECKING or COMPILED is None:
 
@@ -126,7 +136,7 @@ class Tape(State):
         RecordingError: there is such a file already, or it cannot be written.
     """
 
-    __slots__ = ("_file", "_readers", "_size", "buffer", "path")
+    __slots__ = ("_ending", "_file", "_reach", "_readers", "buffer", "path")
 
     def __init__(self, path: Path, header: bytes) -> None:
         super().__init__()
@@ -140,21 +150,21 @@ class Tape(State):
         except OSError as error:
             raise RecordingError(f"{path}: cannot be written: {error.strerror}") from None
         try:
-            self._size = FIRST_BYTES + len(header)
-            os.posix_fallocate(self._file.fileno(), 0, self._size)
-            self.buffer = mmap.mmap(self._file.fileno(), self._size)
+            size = FIRST_BYTES + len(header)
+            os.posix_fallocate(self._file.fileno(), 0, size)
+            self.buffer = mmap.mmap(self._file.fileno(), size)
         except OSError as error:
             self._file.close()
             path.unlink()
             raise RecordingError(f"{path}: cannot be written: {error.strerror}") from None
         self._make_ready(0)
-        self.address = _address_of(self.buffer)
-        self.room = self._size - RESERVE
         self.inside = False
+        self._ending: Mark | None = None
         self._readers: dict[int, Reader] = {}
         PRELUDE.pack_into(self.buffer, 0, MAGIC, VERSION, len(header))
         self.buffer[PRELUDE.size : PRELUDE.size + len(header)] = header
-        self.tail = PRELUDE.size + len(header)
+        self.tail = self._reach = PRELUDE.size + len(header)
+        self._find_room()
 
     def tensor(self, tag: int, number: int, index: Any) -> None:
         """A record with the numbers of a tensor."""
@@ -177,7 +187,7 @@ class Tape(State):
         after = body + size
         if after > self.room and not self._grow(after):
             return
-        buffer = self.buffer
+        buffer, self._reach = self.buffer, after
         if size:
             if index.data_ptr() == 0:
                 # Some tensors have a shape and no memory.
@@ -197,6 +207,7 @@ class Tape(State):
         after = start + 16
         if after > self.room and not self._grow(after):
             return
+        self._reach = after
         HEAD.pack_into(self.buffer, start, number, 0, tag)
         self.tail = after
 
@@ -206,30 +217,45 @@ class Tape(State):
         after = start + 16 + len(body)
         if after > self.room and not self._grow(after):
             return
+        self._reach = after
         self.buffer[start + 16 : after] = body
         HEAD.pack_into(self.buffer, start, number, len(body), tag)
         self.tail = after
 
     def erase(self, start: int) -> None:
-        """Take back what was written from ``start`` on."""
-        if not self.buffer.closed and start < self.tail:
-            self.buffer[start : self.tail] = bytes(self.tail - start)
+        """Take back what was written from ``start`` on, whole records or not."""
+        end = max(self.tail, self._reach)
+        if not self.buffer.closed and start < end:
             self.tail = start
+            self.buffer[start:end] = bytes(end - start)
 
     def close(self) -> None:
         """End the recording; the file keeps what was written and no more."""
-        if self.buffer.closed:
-            return
-        self.room = self._size
-        self.plain(Mark.END)
-        self._close()
+        self._end(Mark.END)
 
-    def _close(self) -> None:
-        self.buffer.flush()
-        self.buffer.close()
-        self._file.truncate(self.tail)
-        self._file.close()
+    def discard(self) -> None:
+        """Leave no file behind."""
+        try:
+            self.close()
+        finally:
+            self.path.unlink()
+
+    def _end(self, how: Mark) -> None:
+        """Say how the recording ended, in the bytes kept back for it, and let go of the file. May
+        be interrupted, and is then to be done again."""
+        # First: nothing is written where the map was.
         self.room = -1
+        if self._ending is None:
+            self._ending = how
+        # A handler of signals may do it meanwhile.
+        with contextlib.suppress(ValueError):
+            if not self.buffer.closed:
+                HEAD.pack_into(self.buffer, self.tail, 0, 0, self._ending)
+                self.buffer.flush()
+                self.buffer.close()
+            if not self._file.closed:
+                self._file.truncate(self.tail + HEAD.size)
+                self._file.close()
 
     def _unusual(self, tag: int, number: int, index: object) -> None:
         """A tensor whose bytes are not the numbers as they are wanted, or no tensor at all."""
@@ -247,32 +273,49 @@ class Tape(State):
 
     def _grow(self, need: int) -> bool:
         """Make room up to ``need``; False if the recording is over."""
-        if self.buffer.closed:
+        if self._ending is not None:
             return False
-        size = self._size
-        while need > size - RESERVE:
-            size += min(max(size, FIRST_BYTES), MOST_BYTES)
         # Whatever interrupts this, nothing is written where the map was.
         self.room = -1
-        try:
-            # A page of the map without room on the disk behind it would end the process.
-            os.posix_fallocate(self._file.fileno(), self._size, size - self._size)
-            self.buffer.resize(size)
-        except (OSError, SystemError) as error:
-            self.room = self._size
-            self.plain(Mark.LOST)
-            self._close()
-            warnings.warn(f"{self.path}: the recording ended here: {error}", stacklevel=4)
-            return False
-        before, self._size = self._size, size
-        self.address = _address_of(self.buffer)
-        self.room = size - RESERVE
+        # Not as it should be but as it is: the growth before may have been interrupted.
+        before = size = len(self.buffer)
+        while need > size - RESERVE:
+            size += min(max(size, FIRST_BYTES), MOST_BYTES)
+        if size > before:
+            try:
+                # A page of the map without room on the disk behind it would end the process.
+                os.posix_fallocate(self._file.fileno(), before, size - before)
+                self.buffer.resize(size)
+            except (OSError, SystemError) as error:
+                if self._ending is None:
+                    self._lose(error)
+                return False
+        self._find_room()
         self._make_ready(before)
-        return True
+        return self._ending is None
+
+    def _find_room(self) -> None:
+        """Let records be written up to the end of the map."""
+        room = len(self.buffer) - RESERVE
+        address = _address_of(self.buffer)
+        self.address = address
+        self.room = room
+        # A handler of signals may have ended the recording. None runs between this and the line
+        # above, where nothing is called.
+        if self._ending is not None:
+            self.room = -1
+
+    def _lose(self, error: Exception) -> None:
+        """End the recording for want of room; the engine goes on."""
+        with contextlib.suppress(OSError):
+            self._end(Mark.LOST)
+        # Where warnings are errors, the file alone says it.
+        with contextlib.suppress(UserWarning):
+            warnings.warn(f"{self.path}: the recording ended here: {error}", stacklevel=5)
 
     def _make_ready(self, start: int) -> None:
         """Let the pages from ``start`` on be found at once, instead of one by one in the middle of
         the engine's work; older kernels do not know how."""
         start -= start % mmap.PAGESIZE
         with contextlib.suppress(OSError):
-            self.buffer.madvise(POPULATE_WRITE, start, self._size - start)
+            self.buffer.madvise(POPULATE_WRITE, start, len(self.buffer) - start)

@@ -22,7 +22,7 @@ from kvcore import (
     TokenToKVPoolAllocator,
 )
 from kvcore.models import ops
-from kvcore.targets import Recording, record, recorder, recording_tape
+from kvcore.targets import Recording, record, recording_methods, recording_tape
 from kvcore.targets.recording_raw import Call, RawCall, read_raw
 from kvcore.targets.recording_tape import PRELUDE, RecordingError
 from kvcore.targets.recording_translation import translate
@@ -54,7 +54,7 @@ WAYS = [
 def choose(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All calls are written down in this way."""
     if way == "python":
-        monkeypatch.setattr(recorder, "COMPILED", None)
+        monkeypatch.setattr(recording_methods, "COMPILED", None)
 
 
 @pytest.fixture(params=WAYS)

@@ -21,7 +21,7 @@ from kvcore.models import Geometry, ops
 from kvcore.models.ops import Op
 from kvcore.strategies.replay import replay
 from kvcore.strategies.walker import Walker
-from kvcore.targets import record, recorder
+from kvcore.targets import record, recording_methods
 from kvcore.targets.driver import AllocatorTarget
 from kvcore.targets.faults.groups import DeferredPeerLookup
 from kvcore.targets.recording_calls import Note
@@ -44,7 +44,7 @@ def recorded(
 ) -> Callable[..., Translation]:
     """What becomes of a session with an allocator, which is recorded in either way."""
     if request.param == "python":
-        monkeypatch.setattr(recorder, "COMPILED", None)
+        monkeypatch.setattr(recording_methods, "COMPILED", None)
 
     def play(session: Session, allocator: Any = None, **options: Any) -> Translation:
         allocator = hybrid() if allocator is None else allocator
