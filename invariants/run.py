@@ -138,6 +138,7 @@ class Run:
         self._listeners = tuple(listeners)
         self._period, self._every = period, every
         self._last: View | None = None
+        self._cause: Exception | None = None
         self._held: dict[int, list[int]] = {}
         self._answers = 0
         geometry = target.geometry
@@ -209,7 +210,7 @@ class Run:
             try:
                 before = self._view_before(op)
             except Exception as error:
-                self._break([query_clause(error)], kind or op.label)
+                self._break([query_clause(error)], kind or op.label, error)
         outcome = self.target.apply(op)
         answer = type(outcome)
         if answer is Refused:
@@ -266,7 +267,7 @@ class Run:
         try:
             view = self._last = self.target.view(stamps=periodic)
         except Exception as error:
-            self._last = None
+            self._last, self._cause = None, error
             return [query_clause(error)]
         check = Check(self.model, op, outcome, before, view, self._held, drained)
         failed = before is not None and isinstance(outcome, FAILURES)
@@ -325,9 +326,9 @@ class Run:
         """Whether law L5 alone is broken, on a new view, or there can be none."""
         try:
             self._last = self.target.view(stamps=False)
-        except Exception:
-            # Asked again, it is the clause of another law.
-            return True
+        except Exception as error:
+            # Now, since it may answer when it is asked again.
+            self._break([query_clause(error)], op.label, error)
         check = Check(self.model, op, outcome, before, self._last, self._held)
         broken = bool(failure_changes_nothing(check))
         self._asked["L5"] += not broken
@@ -362,14 +363,16 @@ class Run:
         checks["L8"] = self._answers_seen
         self._counted = counted
 
-    def _break(self, clauses: list[Clause], kind: str) -> NoReturn:
+    def _break(self, clauses: list[Clause], kind: str, cause: Exception | None = None) -> NoReturn:
+        """Raise `LawBroken`; ``cause``: what a query raised, for whoever wants to see where."""
         ordered = sorted(clauses, key=lambda clause: PRECEDENCE[clause.law])
         index = len(self.program) if kind == DRAIN else len(self.program) - 1
         self.violation = Violation(ordered[0].law, index, kind, tuple(ordered))
         self._settle_tally()
         self._tell(Broke(self.violation))
         header = new_header(self.target.name, self.target.geometry)
-        raise LAW_ERRORS[self.violation.law](self.violation, self.program, header)
+        broken = LAW_ERRORS[self.violation.law](self.violation, self.program, header)
+        raise broken from cause or self._cause
 
     def _tell(self, event: Event) -> None:
         for listener in self._listeners:

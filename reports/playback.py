@@ -21,6 +21,9 @@ from kvcore.targets.registry import open_target
 DEATH = "the process died"
 """How the clause of a program that killed its process begins to say what was seen."""
 
+OF_QUERIES = ("bounds", "raises")
+"""Laws that a query breaks which raises."""
+
 BROKEN_WHEN_FRESH = "broken before the first op, whatever it is"
 """A word on a violation of which `is_broken_when_fresh` holds."""
 
@@ -85,11 +88,17 @@ def died(violation: Violation) -> bool:
 def is_broken_when_fresh(target: str, geometry: Geometry, law: str) -> bool:
     """Whether ``law`` is broken on a new target before any op: then whatever comes first seems to
     break it."""
-    if law not in PLAIN:
+    if law not in PLAIN and law not in OF_QUERIES:
         return False
     fresh = open_target(target)(geometry)
     model = model_of(geometry, fresh.contract)
-    view = fresh.view(stamps=True)
+    try:
+        view = fresh.view(stamps=True)
+    except Exception:
+        return law in OF_QUERIES
+    if law not in PLAIN:
+        fresh.close()
+        return False
     check = Check(model, Clear(), Done(), before=None, after=view, held={}, drained=False)
     clauses = PLAIN[law](check)
     fresh.close()

@@ -140,7 +140,7 @@ def checked_and_not(target: str) -> str | None:
         return None
     return (
         "Builds in turn: one that checks values, one that does not (validate=False, as engines "
-        "run it), one that does all by torch, as on a device, and that one in owned groups."
+        "run it), one that does all by torch, as on a device, and the three in owned groups."
     )
 
 

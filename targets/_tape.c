@@ -275,11 +275,18 @@ recorded_call(PyObject *callable, PyObject *const *args, size_t flagged, PyObjec
         PyErr_Fetch(&type, &error, &traceback);
         PyErr_NormalizeException(&type, &error, &traceback);
         noted = PyObject_CallOneArg(self->failed, error);
-        if (noted == NULL) {
-            PyErr_WriteUnraisable(self->failed);
+        if (noted == NULL && !PyErr_ExceptionMatches(PyExc_Exception)) {
+            /* An interrupt meanwhile is more than an error. */
+            Py_XDECREF(type);
+            Py_XDECREF(error);
+            Py_XDECREF(traceback);
+        } else {
+            if (noted == NULL) {
+                PyErr_WriteUnraisable(self->failed);
+            }
+            Py_XDECREF(noted);
+            PyErr_Restore(type, error, traceback);
         }
-        Py_XDECREF(noted);
-        PyErr_Restore(type, error, traceback);
     } else if (self->form->lends && !is_answer_written(self, answer)) {
         PyObject *said = PyErr_Occurred() ? NULL : PyObject_CallOneArg(self->answered, answer);
         if (said == NULL) {

@@ -27,7 +27,10 @@ def raised_by(error: Exception) -> Raised:
     if isinstance(error, CallRaised):
         return error.outcome
     bases = tuple(base.__name__ for base in type(error).__mro__)
-    text = str(error).splitlines()
+    try:
+        text = str(error).splitlines()
+    except Exception:
+        text = ["a message that cannot be read"]
     return Raised(type(error).__name__, text[0] if text else "", bases)
 
 

@@ -6,8 +6,9 @@ same classes. Only the outermost call is recorded; those that an allocator makes
 from it. Capacity queries and whatever else changes nothing are left alone. Names are recovered
 later, when the recording is closed or by `kvcore translate`
 (`kvcore.targets.recording_translation`). Leaves out calls from several threads at once, which no
-allocator of the field takes, bound methods that were looked up before, and copies of the allocator,
-which are plain ones. How a call is written down is in `kvcore.targets.recording_methods`.
+allocator of the field takes, bound methods that were looked up before, and copies of the allocator:
+those that `copy` and `pickle` make are plain ones. How a call is written down is in
+`kvcore.targets.recording_methods`.
 """
 
 from __future__ import annotations

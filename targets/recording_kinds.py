@@ -48,7 +48,6 @@ def describe(allocator: Any, target: str | None) -> tuple[RawHeader, str]:
         raise RecordingError(f"{name} cannot be recorded; expected one of {known}")
     geometry = _geometry(allocator, kind)
     free = allocator.full_available_size() if kind == HYBRID else allocator.available_size()
-    own = vars(allocator)
     header = RawHeader(
         target=target if target is not None else _target(allocator, foreign=foreign),
         geometry=geometry,
@@ -56,11 +55,19 @@ def describe(allocator: Any, target: str | None) -> tuple[RawHeader, str]:
         lent_before=geometry.full_size - int(free),
         # 0.5.19 was the first to have `free_full`, and its groups hold back the full side too.
         full_side_joins_group=not foreign or "free_full" in dir(type(allocator)),
-        free_swa_joins_group=not foreign or "swa_free_group" in own,
+        free_swa_joins_group=not foreign or _defers_free_swa(allocator, kind),
         frees_full="free_full" in dir(type(allocator)),
         errors_change_nothing=not foreign,
     )
     return header, kind
+
+
+def _defers_free_swa(allocator: Any, kind: str) -> bool:
+    """Whether a release's `free_swa` waits for the end of an open group, as from 0.5.18 on."""
+    if kind == PURE:
+        # It has one queue for all; what 0.5.18 brought is the copy of what waits there.
+        return "_copy_for_free_group" in dir(type(allocator))
+    return "swa_free_group" in vars(allocator)
 
 
 def sides_of(allocator: Any, kind: str) -> list[tuple[Side, Any]]:

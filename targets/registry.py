@@ -11,6 +11,7 @@ import os
 import sys
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from kvcore.models import Geometry
 from kvcore.targets.core import core_target
@@ -25,14 +26,24 @@ from kvcore.targets.sglang.release import ReleaseError, load_release
 from kvcore.targets.sglang.target import release_target
 from kvcore.targets.twin import forwarding_twin
 
-CHECKED = {"kvcore": True, "kvcore#unchecked": False, "kvcore#torch": False}
-"""The variants of our own, and whether their allocators check values."""
 
-OWNED = "kvcore#owned"
-"""Another one, whose callers leave alone what they free in a group."""
+class Build(NamedTuple):
+    """A variant of our own: whether its allocators check values, whether they do without numpy and
+    compiled code, and whether its groups own what callers free in them."""
 
-BY_TORCH = ("kvcore#torch", OWNED)
-"""Variants without numpy and compiled code."""
+    validate: bool
+    by_torch: bool = False
+    owned: bool = False
+
+
+BUILDS = {
+    "kvcore": Build(validate=True),
+    "kvcore#unchecked": Build(validate=False),
+    "kvcore#torch": Build(validate=False, by_torch=True),
+    "kvcore#owned": Build(validate=True, owned=True),
+    "kvcore#owned-unchecked": Build(validate=False, owned=True),
+    "kvcore#owned-torch": Build(validate=False, by_torch=True, owned=True),
+}
 
 WRAPPED = "kvcore#wrapped"
 WRAPPER = "wrapper beside inner"
@@ -49,7 +60,11 @@ def list_targets() -> list[tuple[str, str]]:
         ("kvcore", "kvcore's own allocators, every check on; the default"),
         ("kvcore#unchecked", "the same with validate=False, as engines run them"),
         ("kvcore#torch", "unchecked too, by torch alone: as on a device, where numpy cannot help"),
-        (OWNED, "the same in owned groups, whose callers leave alone the tensors that they free"),
+        (
+            "kvcore#owned",
+            "the first of them in owned groups, whose callers leave alone the tensors that they "
+            "free; kvcore#owned-unchecked and kvcore#owned-torch are the others",
+        ),
         (
             WRAPPED,
             "the compressed HiSparse allocator beside the hybrid one that it wraps, on the same "
@@ -79,7 +94,7 @@ def open_target(name: str) -> TargetFactory:
     family, colon, rest = name.partition(":")
     if name == WRAPPED:
         return lambda geometry: forwarding_twin(geometry, name=name)
-    if name in CHECKED or name == OWNED:
+    if name in BUILDS:
         return partial(_core, name)
     if family == "fault" and colon:
         return _fault(rest)
@@ -94,7 +109,7 @@ def open_target(name: str) -> TargetFactory:
 def variants(name: str) -> list[str]:
     """The targets that a verification of ``name`` covers: all ways in which it is called."""
     if name == "kvcore":
-        return [*CHECKED, OWNED, WRAPPED]
+        return [*BUILDS, WRAPPED]
     if name.startswith("sglang:") and "#" not in name:
         return [name, f"{name}#exhaustion"]
     return [name]
@@ -133,7 +148,7 @@ def machines(name: str) -> tuple[str, ...]:
     one that shows it, foreign ones as hybrid allocators, or if they are none as single pools."""
     if name == WRAPPED:
         return (WRAPPER,)
-    if name == OWNED:
+    if name in BUILDS and BUILDS[name].owned:
         # Whole requests free through the core's own callers, which promise nothing.
         return tuple(machine for machine in MACHINES if machine not in ("requests", WRAPPER))
     if name.startswith("kvcore"):
@@ -145,16 +160,17 @@ def machines(name: str) -> tuple[str, ...]:
 
 
 def _core(name: str, geometry: Geometry) -> Target:
+    build = BUILDS[name]
     make = serving_core_target if geometry.serves else core_target
-    if name == OWNED:
+    if build.owned:
         make = partial(core_target, owned=True)
-    if name not in BY_TORCH:
-        return make(geometry, name=name, validate=CHECKED[name])
+    if not build.by_torch:
+        return make(geometry, name=name, validate=build.validate)
     # What decides is read when an allocator is built.
     before = os.environ.get(KERNELS)
     os.environ[KERNELS] = "torch"
     try:
-        return make(geometry, name=name, validate=False)
+        return make(geometry, name=name, validate=build.validate)
     finally:
         if before is None:
             del os.environ[KERNELS]

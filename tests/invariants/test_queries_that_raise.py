@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvcore.errors import DoubleFreeError
-from kvcore.invariants import DRAIN, drive
+from kvcore.invariants import DRAIN, LawBroken, drive
 from kvcore.models import Clause, Done, ops
 from kvcore.strategies.replay import Recorded
 from kvcore.targets.attempt import CallRaised, raised_by
@@ -95,3 +95,40 @@ def test_an_interrupt_is_no_violation(make_scene: Make) -> None:
     scene.target.spoil = interrupted
     with pytest.raises(KeyboardInterrupt):
         scene.run.step(ops.Alloc(1, 2))
+
+
+def test_the_error_itself_is_the_cause_for_whoever_wants_to_see_where(make_scene: Make) -> None:
+    scene = make_scene()
+    scene.target.spoil = raising(DEFECT)
+    with pytest.raises(LawBroken) as caught:
+        scene.run.step(ops.Alloc(1, 2))
+    assert caught.value.__cause__ is DEFECT
+
+
+class Speechless(Exception):
+    """Has a message that cannot be read."""
+
+    def __str__(self) -> str:
+        raise TypeError("no message")
+
+
+def test_an_error_without_a_readable_message_is_a_violation_too(make_scene: Make) -> None:
+    violation = make_scene().breaks(raising(Speechless()), ops.Alloc(1, 2))
+    assert violation.clauses[0].seen == "Speechless: a message that cannot be read"
+
+
+def test_a_query_that_raises_once_behind_a_refusal_is_found_between_checks(
+    make_scene: Make,
+) -> None:
+    """Law L5 takes a view of its own there, and asked again the target may answer."""
+    scene = make_scene(every=5)
+    asked: list[Any] = []
+
+    def once(shown: Any) -> None:
+        asked.append(shown)
+        if len(asked) == 2:
+            raise DEFECT
+
+    scene.do(ops.Alloc(1, 2))
+    violation = scene.breaks(once, ops.Alloc(2, 99))
+    assert (violation.law, violation.op_index) == ("raises", 1)

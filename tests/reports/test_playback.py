@@ -15,7 +15,7 @@ from kvcore.reports.playback import DEATH, Witness, died, is_broken_when_fresh, 
 from kvcore.strategies.isolation import death
 from kvcore.strategies.replay import Recorded, replay
 from kvcore.targets.core import core_target
-from kvcore.targets.protocol import Target
+from kvcore.targets.protocol import Target, View
 from kvcore.targets.registry import open_target
 
 GEOMETRY = Geometry(page_size=2, full_pages=4, swa_pages=4)
@@ -135,5 +135,29 @@ def test_a_law_may_be_broken_on_a_fresh_target() -> None:
     assert is_broken_when_fresh("fault:index-k-outside-saver", saved, "saver")
     assert not is_broken_when_fresh("fault:index-k-outside-saver", saved, "L3")
     assert not is_broken_when_fresh("kvcore", saved, "saver")
-    # Laws that are judged on answers have nothing to ask of a fresh target.
+    # Laws that are judged on answers have nothing to ask of a target whose queries answer.
     assert not is_broken_when_fresh("kvcore", saved, "bounds")
+
+
+class Unaskable(Witness):
+    """Cannot be asked anything."""
+
+    def view(self, *, stamps: bool) -> View:
+        raise ValueError("not now")
+
+
+def test_a_target_that_cannot_be_asked_is_broken_when_fresh_and_shown_without_states(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def factory(geometry: Geometry) -> Target:
+        return Unaskable(core_target(geometry))
+
+    monkeypatch.setattr(playback, "open_target", lambda name: factory)
+    assert is_broken_when_fresh("anything", GEOMETRY, "raises")
+    assert not is_broken_when_fresh("anything", GEOMETRY, "L3")
+    clause = Clause("raises", "capacity can be asked for", "ValueError: not now")
+    seen = watch(
+        "anything", GEOMETRY, verdict_of(PROGRAM[:1], Violation("raises", 0, "alloc", (clause,))), 0
+    )
+    assert seen.before is None
+    assert seen.after is None

@@ -17,11 +17,13 @@ from kvcore.strategies.walker import Walker
 from kvcore.targets.core import CoreParts, core_target
 from kvcore.targets.core_dialects import HybridDialect
 from kvcore.targets.protocol import TargetFactory
-from kvcore.targets.registry import OWNED, machines, open_target, variants
+from kvcore.targets.registry import BUILDS, machines, open_target, variants
 
 torch.set_num_threads(1)
 
 HYBRID = Geometry(4, 10, 8)
+
+OWNED = [name for name, build in BUILDS.items() if build.owned]
 
 
 class Watched(SWATokenToKVPoolAllocator):
@@ -60,8 +62,9 @@ def test_groups_are_begun_as_the_target_says(owned: bool) -> None:
     assert dialect.allocator.begun == (owned,)
 
 
-def test_callers_of_an_owned_group_leave_alone_what_they_free() -> None:
-    run = Run(open_target(OWNED)(HYBRID))
+@pytest.mark.parametrize("name", OWNED)
+def test_callers_of_an_owned_group_leave_alone_what_they_free(name: str) -> None:
+    run = Run(open_target(name)(HYBRID))
     run.step(ops.Alloc(1, 2))
     assert run.model.why_not(ops.Free(1, overwrite=True)) is not None
     assert run.model.why_not(ops.Free(1)) is None
@@ -81,23 +84,26 @@ def test_callers_of_an_owned_group_leave_alone_what_they_free() -> None:
     ],
     ids=Geometry.describe,
 )
-def test_they_keep_every_law_on_every_kind_of_pools(geometry: Geometry) -> None:
-    verdicts = walks(open_target(OWNED), geometry, 6)
-    assert [verdict.violation for verdict in verdicts] == [None] * 6
-    assert sum(verdict.tally.ops["group_end"] for verdict in verdicts) > 6
+@pytest.mark.parametrize("name", OWNED)
+def test_they_keep_every_law_on_every_kind_of_pools(name: str, geometry: Geometry) -> None:
+    verdicts = walks(open_target(name), geometry, 4)
+    assert [verdict.violation for verdict in verdicts] == [None] * 4
+    assert sum(verdict.tally.ops["group_end"] for verdict in verdicts) > 4
 
 
-def test_one_that_loses_what_it_holds_back_is_found() -> None:
+@pytest.mark.parametrize("validate", [True, False])
+def test_one_that_loses_what_it_holds_back_is_found(validate: bool) -> None:
     def make(geometry: Geometry, *, owned: bool) -> TargetFactory:
         parts = CoreParts(hybrid=Forgetful)
-        return lambda _: core_target(geometry, validate=False, owned=owned, parts=parts)
+        return lambda _: core_target(geometry, validate=validate, owned=owned, parts=parts)
 
     safe, found = (walks(make(HYBRID, owned=owned), HYBRID, 6) for owned in (False, True))
     assert all(verdict.violation is None for verdict in safe)
     assert any(verdict.violation is not None for verdict in found)
 
 
-def test_a_verification_covers_them_where_allocators_are_called() -> None:
-    assert OWNED in variants("kvcore")
-    assert "hybrid" in machines(OWNED)
-    assert "requests" not in machines(OWNED)
+@pytest.mark.parametrize("name", OWNED)
+def test_a_verification_covers_them_where_allocators_are_called(name: str) -> None:
+    assert name in variants("kvcore")
+    assert "hybrid" in machines(name)
+    assert "requests" not in machines(name)

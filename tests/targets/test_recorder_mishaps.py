@@ -398,6 +398,29 @@ def test_an_error_that_cannot_be_read_stays_the_error(path: Path) -> None:
     assert errors == {"Speechless: a message that cannot be read"}
 
 
+class Interrupted(Exception):
+    """Ctrl-C comes while it says what it is."""
+
+    def __str__(self) -> str:
+        raise KeyboardInterrupt
+
+
+class RaisingThat(Odd):
+    """Raises such an error."""
+
+    def alloc(self, need_size: int) -> Any:
+        raise Interrupted
+
+
+def test_an_interrupt_while_an_error_is_noted_is_an_interrupt(path: Path) -> None:
+    allocator = hybrid(kind=RaisingThat)
+    recording = record(allocator, path)
+    with pytest.raises(KeyboardInterrupt):
+        allocator.alloc(2)
+    assert not recording._tape.inside
+    assert [call.ending for call in calls_of(recording)] == ["raised"]
+
+
 # Arguments.
 
 
