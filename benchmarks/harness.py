@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from statistics import median
 from typing import Any, NamedTuple
@@ -32,6 +32,7 @@ from kvcore.benchmarks.plan import BenchPlan
 from kvcore.benchmarks.results import Grid, Metric, Section, as_key
 from kvcore.invariants import Run, drive
 from kvcore.models import Geometry, model_of
+from kvcore.models.ops import Op
 from kvcore.strategies.machine import CHOICES, machine_for, widest_contract
 from kvcore.strategies.machine_rules import rules_for
 from kvcore.strategies.profiles import search_settings
@@ -39,6 +40,7 @@ from kvcore.strategies.program import program_test
 from kvcore.strategies.sources import MACHINE_STEPS, PERIOD, Burst, SourceName
 from kvcore.strategies.walker import Walker, WalkPlan
 from kvcore.strategies.workers import Job, WorkerPool, available_cpus
+from kvcore.targets.protocol import TargetFactory
 from kvcore.targets.registry import open_target
 
 TARGET = "kvcore#unchecked"
@@ -60,37 +62,42 @@ class Measured(NamedTuple):
     closing_steps: int = 0
 
 
-class Walks(NamedTuple):
-    """CPU seconds of the same walks: checked, followed by the model alone, on the bare target."""
-
-    checked: float
-    followed: float
-    bare: float
-
-
-def walk_thrice(geometry: Geometry, programs: int, seed: int) -> Walks:
-    """Checked walks, the same without any view or law, and their ops on the bare target, in turn
-    program by program."""
-    make, rng, same = open_target(TARGET), random.Random(seed), random.Random(seed)
-    checked = followed = bare = 0.0
+def walk_and_replay(
+    geometry: Geometry, programs: int, seed: int, *, checked: bool = True
+) -> tuple[float, float]:
+    """CPU seconds of walks, and of their ops on the bare target; programs alternate. Without
+    ``checked`` no view is taken and no law is asked: ops are proposed, applied and followed."""
+    make, rng = open_target(TARGET), random.Random(seed)
+    take = checked_walk if checked else unchecked_walk
+    walked = bare = 0.0
     for _ in range(programs):
         start = time.process_time()
-        run, walker = Run(make(geometry), period=PERIOD), Walker(rng, PROGRAM_OPS)
-        while (op := walker.next_op(run.model)) is not None:
-            run.step(op)
-        checked += time.process_time() - start
-        start = time.process_time()
-        target, walker = make(geometry), Walker(same, PROGRAM_OPS)
-        model = model_of(geometry, target.contract)
-        while (op := walker.next_op(model)) is not None:
-            model.accept(op, target.apply(op))
-        followed += time.process_time() - start
+        program = take(make, geometry, Walker(rng, PROGRAM_OPS))
+        walked += time.process_time() - start
         start = time.process_time()
         target = make(geometry)
-        for op in run.program:
+        for op in program:
             target.apply(op)
         bare += time.process_time() - start
-    return Walks(checked, followed, bare)
+    return walked, bare
+
+
+def checked_walk(make: TargetFactory, geometry: Geometry, walker: Walker) -> Sequence[Op]:
+    """The ops of a walk, each of which was checked."""
+    run = Run(make(geometry), period=PERIOD)
+    while (op := walker.next_op(run.model)) is not None:
+        run.step(op)
+    return run.program
+
+
+def unchecked_walk(make: TargetFactory, geometry: Geometry, walker: Walker) -> Sequence[Op]:
+    """The same ops without a check."""
+    target, program = make(geometry), list[Op]()
+    model = model_of(geometry, target.contract)
+    while (op := walker.next_op(model)) is not None:
+        model.accept(op, target.apply(op))
+        program.append(op)
+    return program
 
 
 def walk(geometry: Geometry, programs: int, seed: int) -> Measured:
@@ -208,7 +215,7 @@ def sources_metrics(page_size: int, plan: BenchPlan) -> Iterator[Metric]:
     """All sources at one page size."""
     geometry, sizes = GEOMETRIES[page_size], plan.sizes
     measured: dict[str, list[Measured]] = {name: [] for name in SOURCES}
-    all_walks: list[Walks] = []
+    over_bare: dict[bool, list[float]] = {True: [], False: []}
     # The first program of each source pays for what is made once a process.
     for measure in SOURCES.values():
         measure(geometry, 1, plan.seed)
@@ -216,7 +223,9 @@ def sources_metrics(page_size: int, plan: BenchPlan) -> Iterator[Metric]:
         for number, order in enumerate(orders(list(SOURCES), sizes.rounds, plan.seed)):
             seed = plan.seed + number
             walks = sizes.programs * WALKS_A_PROGRAM
-            all_walks.append(walk_thrice(geometry, walks, seed))
+            for checked, ratios in over_bare.items():
+                walked, bare = walk_and_replay(geometry, walks, seed, checked=checked)
+                ratios.append(walked / bare)
             for name in order:
                 programs = walks if name == "walker" else sizes.programs
                 measured[name].append(SOURCES[name](geometry, programs, seed))
@@ -230,11 +239,11 @@ def sources_metrics(page_size: int, plan: BenchPlan) -> Iterator[Metric]:
     seconds = sum(one.seconds - one.closing_seconds for one in machines)
     rules = seconds / sum(one.steps - one.closing_steps for one in machines)
     row, key = f"page size {page_size}", f"harness.page{page_size}"
-    over_bare = median(one.checked / one.bare for one in all_walks)
-    yield Metric(f"{key}.walker_over_bare", row, "walker / bare target", over_bare, "times")
-    followed = median(one.followed / one.bare for one in all_walks)
-    label = "unchecked walk / bare target"
-    yield Metric(f"{key}.followed_over_bare", row, label, followed, "times")
+    for checked, name, label in (
+        (True, "walker_over_bare", "walker / bare target"),
+        (False, "unchecked_over_bare", "unchecked walk / bare target"),
+    ):
+        yield Metric(f"{key}.{name}", row, label, median(over_bare[checked]), "times")
     over_empty = rules / cost["empty machine"]
     yield Metric(f"{key}.machine_over_empty", row, "machine / empty one", over_empty, "times")
     faster = cost["machine"] / cost["walker"]

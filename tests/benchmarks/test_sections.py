@@ -5,6 +5,7 @@ their directories. Leaves out the counts of hot paths: tests/reports/test_benchi
 from __future__ import annotations
 
 import os
+import random
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,6 +29,8 @@ from kvcore.benchmarks.engines import Engine, Rival, our_engine
 from kvcore.benchmarks.groups import Shape
 from kvcore.benchmarks.plan import SMOKE, BenchPlan, Sizes
 from kvcore.models import Geometry
+from kvcore.strategies.walker import Walker
+from kvcore.targets.registry import open_target
 
 WORD = 8
 
@@ -188,9 +191,18 @@ GEOMETRY = Geometry(1, 16, 12)
 
 
 def test_walks_are_timed_against_their_ops_on_the_bare_target() -> None:
-    walks = harness.walk_thrice(GEOMETRY, 2, seed=0)
+    for checked in (True, False):
+        walked, bare = harness.walk_and_replay(GEOMETRY, 2, seed=0, checked=checked)
+        assert walked > bare > 0
 
-    assert walks.checked > walks.followed > walks.bare > 0
+
+def test_an_unchecked_walk_takes_the_same_ops() -> None:
+    checked, unchecked = (
+        take(open_target(harness.TARGET), GEOMETRY, Walker(random.Random(3), 40))
+        for take in (harness.checked_walk, harness.unchecked_walk)
+    )
+    assert list(checked) == list(unchecked)
+    assert len(checked) > 10
 
 
 def test_the_empty_machine_has_the_rules_of_the_real_one_and_does_nothing() -> None:
