@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from kvcore import SWATokenToKVPoolAllocator, TokenToKVPoolAllocator
-from kvcore.targets import Recording, record, recording_methods
+from kvcore.targets import Recording, record
 from kvcore.targets.recording_raw import Call, read_raw
 from kvcore.targets.recording_tape import RecordingError
 
@@ -28,14 +28,6 @@ torch.set_num_threads(1)
 
 def hybrid(kind: type[Any] = SWATokenToKVPoolAllocator) -> Any:
     return kind(8, 8, 1, torch.int64, "cpu", None, False)
-
-
-@pytest.fixture(params=["usual", "python"])
-def path(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where a recording goes, which is made in either way."""
-    if request.param == "python":
-        monkeypatch.setattr(recording_methods, "COMPILED", None)
-    return tmp_path / "live.jsonl"
 
 
 def made(recording: Recording) -> list[tuple[Call, str]]:

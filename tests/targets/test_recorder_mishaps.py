@@ -17,7 +17,7 @@ import torch
 
 from kvcore import PagedTokenToKVPoolAllocator, SWATokenToKVPoolAllocator
 from kvcore.models import ops
-from kvcore.targets import Recording, record, recording_methods, recording_tape
+from kvcore.targets import Recording, record, recording_tape
 from kvcore.targets.recording_raw import Call, RawCall, read_raw
 from kvcore.targets.recording_tape import Tape
 from kvcore.targets.recording_translation import Translation, translate
@@ -42,14 +42,6 @@ class Odd(SWATokenToKVPoolAllocator):
 
 def hybrid(slots: int = 8, kind: type[Any] = SWATokenToKVPoolAllocator) -> Any:
     return kind(slots, slots, 1, torch.int64, "cpu", None, False)
-
-
-@pytest.fixture(params=["usual", "python"])
-def path(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where a recording goes, which is made in either way."""
-    if request.param == "python":
-        monkeypatch.setattr(recording_methods, "COMPILED", None)
-    return tmp_path / "live.jsonl"
 
 
 def calls_of(recording: Recording) -> tuple[RawCall, ...]:
