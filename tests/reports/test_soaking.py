@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -246,6 +246,15 @@ def test_ctrl_c_ends_a_soak_with_its_report(
     assert json.loads(Path("report.json").read_text())["ending"] == "interrupted"
 
 
+@pytest.fixture
+def ctrl_c_interrupts() -> Iterator[None]:
+    """As usual, also where the tests run in the background of a shell, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c_interrupts")
 def test_the_second_ctrl_c_interrupts_at_once() -> None:
     def press_twice() -> None:
         os.kill(os.getpid(), signal.SIGINT)
