@@ -91,18 +91,17 @@ def is_broken_when_fresh(target: str, geometry: Geometry, law: str) -> bool:
     if law not in PLAIN and law not in OF_QUERIES:
         return False
     fresh = open_target(target)(geometry)
-    model = model_of(geometry, fresh.contract)
     try:
         view = fresh.view(stamps=True)
     except Exception:
         return law in OF_QUERIES
-    if law not in PLAIN:
+    finally:
         fresh.close()
+    if law not in PLAIN:
         return False
+    model = model_of(geometry, fresh.contract)
     check = Check(model, Clear(), Done(), before=None, after=view, held={}, drained=False)
-    clauses = PLAIN[law](check)
-    fresh.close()
-    return bool(clauses)
+    return bool(PLAIN[law](check))
 
 
 def watch(target: str, geometry: Geometry, verdict: Verdict, index: int) -> Playback:
